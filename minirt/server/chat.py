@@ -13,7 +13,7 @@ from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
 from minirt.server.generation import Choice
 from minirt.server.json_size import check_text
-from minirt.server.protocol import Listed, Positive, Sampling, decode, structured_outputs
+from minirt.server.protocol import Listed, Positive, Sampling, decode
 from minirt.text.messages import MESSAGE_FIELDS
 from minirt.text.reply import ArgumentsDelta, ContentDelta, Event, ReasoningDelta, Reply, ToolCall, collect
 from minirt.text.tools import Tool, read_tools
@@ -52,7 +52,7 @@ def _prepare(front: Front, exchange: Exchange, body: bytes) -> Answer:
     newer = request.max_completion_tokens
     prepared = prepare(
         front, exchange, conversation, request, {"max_tokens": "max_tokens" if newer is None else "max_completion_tokens"},
-        max_tokens=newer or request.max_tokens, grammar=structured_outputs(request),
+        max_tokens=newer or request.max_tokens, grammar=request.grammar,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None, n=request.n or 1,
         prompt_logprobs=request.prompt_logprobs,
     )  # fmt: skip

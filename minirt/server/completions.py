@@ -12,24 +12,14 @@ from minirt.server.errors import bad_field, shown
 from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
 from minirt.server.generation import Choice
-from minirt.server.protocol import (
-    MAX_CHOICES,
-    REFUSED,
-    Int,
-    Refused,
-    Sampling,
-    check_copies,
-    check_range,
-    decode,
-    sampling_params,
-    structured_outputs,
-)
+from minirt.server.protocol import REFUSED, Int, Listed, Sampling, check_copies, decode, sampling_params
 from minirt.text.detokenizer import IncrementalDecoder, incremental_decoder, prompt_text
 
+MAX_CHOICES = 4096  # prompts × n of one request
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 _CHOICE_BYTES = 50  # of a body that take as long to read as the request of one more choice takes to make
 _CHATS = "is for chats"
-_REFUSED: Refused = {
+_REFUSED = {
     **REFUSED,
     "top_logprobs": "is named logprobs here",
     **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "chat_template_kwargs"), _CHATS),
@@ -42,7 +32,7 @@ class CompletionRequest(Sampling, kw_only=True):
 
     prompt: Any
     echo: bool | None = None
-    logprobs: Int | bool | None = None  # `false` is null
+    logprobs: Listed | bool | None = None  # `false` is null
     best_of: Int | None = None
     add_special_tokens: bool | None = None
 
@@ -74,7 +64,7 @@ def _call(front: Front, request: CompletionRequest, prompts: list[str | list[int
     params = sampling_params(
         request, {"max_tokens": "max_tokens"}, max_tokens=max(limit, 1), logprobs=request.logprobs,
         prompt_logprobs=request.logprobs if request.echo and request.logprobs is not None else request.prompt_logprobs,
-        n=request.n or 1, structured_outputs=structured_outputs(request),
+        n=request.n or 1, structured_outputs=request.grammar,
     )  # fmt: skip
     if request.add_special_tokens is False:
         tokenizer, most = processor.text(), processor.limit(params)
@@ -110,9 +100,9 @@ def _check(request: CompletionRequest, num_prompts: int) -> None:
     check_copies(request, num_prompts * count)
     if request.best_of not in (None, count):
         raise bad_field("best_of", "is not supported", expected=f"null or n, which is {count}", found=request.best_of)
-    if request.logprobs is False:
-        request.logprobs = None
-    check_range("logprobs", -1 if request.logprobs is True else request.logprobs, 0, MAX_LOGPROBS)
+    if request.logprobs is True:
+        raise bad_field("logprobs", "not an acceptable value", expected=f"an integer from 0 to {MAX_LOGPROBS}", found="true")
+    request.logprobs = None if request.logprobs is False else request.logprobs
     if request.max_tokens is not None and request.max_tokens < (0 if request.echo else 1):
         expected = "an integer >= 1, or 0 with echo"
         raise bad_field("max_tokens", "not an acceptable value", expected=expected, found=request.max_tokens)

@@ -7,22 +7,13 @@ import msgspec
 
 from minirt.errors import MinirtError
 from minirt.outputs import Completion
+from minirt.server import protocol
 from minirt.server.answers import Answer, ReplyAnswer, StreamEvent, endpoint, named_event, usage_of
 from minirt.server.conversation import Conversation, Prepared, prepare, read_parts, render, template_variables
 from minirt.server.errors import bad_field, check_choice, error_type, param_of, shown, status_of
 from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
-from minirt.server.protocol import (
-    REFUSED,
-    SETTINGS,
-    Common,
-    Positive,
-    Refused,
-    answer_form,
-    check_nesting,
-    check_texts,
-    decode,
-)
+from minirt.server.protocol import NO_CHOICES, Common, Positive, answer_form, check_nesting, check_texts, decode
 from minirt.text.json_checker import completed
 from minirt.text.messages import object_at, text_at
 from minirt.text.reply import ToolCallStart
@@ -48,13 +39,10 @@ _BLOCK_FIELDS = {
 _TOOL_FIELDS = {"name", "description", "input_schema", "type", "cache_control"}
 _THINKING = {"enabled": True, "disabled": False, "adaptive": None, "between_tools": None}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_NO_LOGPROBS = "log-probabilities are not in messages: use /v1/chat/completions"
-_REFUSED: Refused = {
-    **REFUSED,
+_REFUSED = {
+    **NO_CHOICES,
     "container": "there are no containers and no skills",
     "mcp_servers": "the server does not connect to others: run the tools in the client",
-    **dict.fromkeys(("n", "best_of"), "there is one answer"),
-    **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), _NO_LOGPROBS),
     "response_format": "is named output_config.format here",
     "reasoning_effort": "is named output_config.effort here",
     "parallel_tool_calls": "is named tool_choice.disable_parallel_tool_use here",
@@ -95,7 +83,7 @@ def _read(front: Front, exchange: Exchange, body: bytes, kind: type[Body]) -> Bo
     if isinstance(request, MessagesRequest) and request.stop_sequences is not None:
         if request.stop is not None:
             raise bad_field("stop_sequences", "excludes stop, which means the same")
-        check_texts("stop_sequences", request.stop_sequences, SETTINGS["stop"].most or 0)
+        check_texts("stop_sequences", request.stop_sequences, protocol.SETTINGS["stop"].most or 0)
         request.stop = request.stop_sequences
     if front.options.log_prompts:
         exchange.log |= {"system": request.system, "messages": request.messages}

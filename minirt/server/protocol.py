@@ -15,11 +15,11 @@ from msgspec import Meta
 
 from minirt.errors import InputError
 from minirt.sampling_params import MAX_LOGPROBS, SamplingParams
-from minirt.server.errors import HTTPError, bad_field, shown
+from minirt.server.errors import HTTPError, bad_field, check_choice, shown
 from minirt.server.front import Front
 from minirt.settings import settings_of
+from minirt.text.messages import object_at
 
-MAX_CHOICES = 4096  # prompts × n of one request
 MAX_N = 128
 MAX_STOP_LENGTH = 1000
 MAX_VARIABLES = 64  # of a chat template
@@ -88,6 +88,11 @@ class Sampling(Common, kw_only=True):
     def continuous_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
+    @property
+    def grammar(self) -> Any:
+        """See `answer_form`."""
+        return answer_form(self.response_format, self.structured_outputs, "response_format", schema_field="json_schema.schema")
+
 
 _NO_TEMPLATE = "a request cannot bring its own chat template"
 _GUIDED = "is not supported under this name: use response_format or structured_outputs"
@@ -115,6 +120,11 @@ REFUSED: Refused = {
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend"), _GUIDED),
     "guided_whitespace_pattern": _GUIDED,
 }
+NO_LOGPROBS = "there are no log-probabilities here: use /v1/chat/completions"
+NO_CHOICES: Refused = {  # by the APIs whose answers have no choices
+    **REFUSED, **dict.fromkeys(("n", "best_of"), "there is one answer"),
+    **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), NO_LOGPROBS),
+}  # fmt: skip
 # Values with which a field that an API does not support asks for nothing, so that it is accepted. Null is one for every field.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("documents", "logits_processors", "functions", "tools", "context_management", "mcp_servers"), ([],)),
@@ -142,15 +152,8 @@ def _is_neutral(name: str, value: Any) -> bool:
 
 
 def _decode_json(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body.
-
-    Raises:
-        HTTPError: it is no JSON object.
-    """
     try:
         value = msgspec.json.decode(body)
-    except RecursionError:
-        raise HTTPError(400, "the body is nested too deeply", param="body") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise HTTPError(400, f"the body is not JSON: {error}", param="body") from None
     if not isinstance(value, dict):
@@ -204,8 +207,6 @@ def convert(value: dict[str, Any], kind: type[Body]) -> Body:
             expected = f"an integer >= {limits.ge}" if limits.le == 2**53 else f"an integer from {limits.ge} to {limits.le}"
             raise bad_field(field, "not an acceptable value", expected=expected, found=shown(value[field])) from None
         raise HTTPError(400, what[:300], param=field[:100]) from None
-    except RecursionError:
-        raise HTTPError(400, "the body is nested too deeply", param="body") from None
 
 
 def _as_integer(value: Any) -> Any:
@@ -250,9 +251,13 @@ def _check_limits(request: Common) -> None:
     for name, record in SETTINGS.items():
         if record.most is not None and (entries := getattr(request, name)):
             check_texts(name, entries, record.most)
-    _check_grammar("structured_outputs", request.structured_outputs)
+    for name in ("structured_outputs", "response_format"):
+        if (size := len(msgspec.json.encode(getattr(request, name, None)))) > MAX_GRAMMAR:
+            raise bad_field(name, "is too large", expected=f"at most {MAX_GRAMMAR:,} bytes", found=f"{size:,}")
     if isinstance(request, Sampling):
-        _check_choices(request)
+        if request.prompt_logprobs is not None and request.stream:
+            raise bad_field("prompt_logprobs", "is not for streams", expected="stream: false")
+        check_copies(request, request.n or 1)
 
 
 def check_texts(name: str, entries: str | Collection[Any], limit: int) -> None:
@@ -263,18 +268,6 @@ def check_texts(name: str, entries: str | Collection[Any], limit: int) -> None:
     longest = max((len(text) for text in entries if isinstance(text, str)), default=0)
     if longest > MAX_STOP_LENGTH:
         raise bad_field(name, "has too long a text", expected=f"at most {MAX_STOP_LENGTH} characters", found=longest)
-
-
-def _check_grammar(name: str, value: Any) -> None:
-    if (size := len(msgspec.json.encode(value))) > MAX_GRAMMAR:
-        raise bad_field(name, "is too large", expected=f"at most {MAX_GRAMMAR:,} bytes", found=f"{size:,}")
-
-
-def _check_choices(request: Sampling) -> None:
-    if request.prompt_logprobs is not None and request.stream:
-        raise bad_field("prompt_logprobs", "is not for streams", expected="stream: false")
-    _check_grammar("response_format", request.response_format)
-    check_copies(request, request.n or 1)
 
 
 def check_copies(request: Sampling, completions: int) -> None:
@@ -325,13 +318,6 @@ def _seed(seed: int | None) -> int | None:
     return seed % 2**64 if -(2**63) <= seed < 0 else seed
 
 
-def check_range(name: str, value: int | None, low: int, high: int | None = None) -> None:
-    """Raise 400 if a number is out of its range. `high`: None if there is no upper limit."""
-    if value is not None and not (low <= value and (high is None or value <= high)):
-        expected = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
-        raise bad_field(name, "not an acceptable value", expected=expected, found=value)
-
-
 _KINDS = ("text", "json_object", "json_schema")
 
 
@@ -344,17 +330,15 @@ def answer_form(form: Any, stated: Any, name: str, *, schema_field: str = "schem
         name: of the field that has the form.
         schema_field: of the form, where the JSON schema is.
     """
-    if form is not None and not isinstance(form, dict):
-        raise bad_field(name, "not an object", found=shown(form))
-    kind = form.get("type") if form else None
-    if kind not in kinds and form:
-        raise bad_field(f"{name}.type", "not an acceptable value", expected=" or ".join(kinds), found=shown(kind))
+    kind = None
+    if form is not None and object_at(form, name):
+        check_choice(f"{name}.type", kind := form.get("type"), kinds)
     if kind in (None, "text"):
         return None if stated == {} else stated
     if stated not in (None, {}):
         raise bad_field("structured_outputs", f"excludes {name}", found=shown(stated))
     if kind == "json_object":
-        if form and form.get("schema") is not None:  # of other servers
+        if form.get("schema") is not None:  # of other servers
             raise bad_field(f"{name}.schema", "not a field of json_object", expected=f'"type": "json_schema", and {schema_field}')
         return {"json_object": True}
     schema: Any = form
@@ -363,8 +347,3 @@ def answer_form(form: Any, stated: Any, name: str, *, schema_field: str = "schem
     if not isinstance(schema, dict | bool):
         raise bad_field(f"{name}.{schema_field}", "not a JSON schema", expected="an object", found=shown(schema))
     return {"json": schema}
-
-
-def structured_outputs(request: Sampling) -> Any:
-    """The form of a request's answers; see `answer_form`."""
-    return answer_form(request.response_format, request.structured_outputs, "response_format", schema_field="json_schema.schema")

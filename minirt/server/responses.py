@@ -13,7 +13,7 @@ from minirt.server.errors import HTTPError, bad_field, check_choice, error_field
 from minirt.server.exchange import Exchange
 from minirt.server.front import Front
 from minirt.server.json_size import check_text
-from minirt.server.protocol import REFUSED, Common, Int, Positive, Refused, StreamOptions, answer_form, decode
+from minirt.server.protocol import NO_CHOICES, NO_LOGPROBS, Common, Int, Positive, StreamOptions, answer_form, decode
 from minirt.text.messages import object_at, text_at
 from minirt.text.reply import ContentDelta, ToolCallStart
 from minirt.text.tokenizer import Tokenizer
@@ -40,16 +40,13 @@ class ResponsesRequest(Common, kw_only=True):
 
 
 _STATELESS = "answers are not stored: send the whole conversation in input"
-_NO_LOGPROBS = "log-probabilities are not in responses: use /v1/chat/completions"
-_REFUSED: Refused = {
-    **REFUSED,
+_REFUSED = {
+    **NO_CHOICES,
     **dict.fromkeys(("previous_response_id", "conversation"), _STATELESS),
     "background": "answers are not stored, so none can be asked for later",
     "prompt": "stored prompts are not supported: use input",
     **dict.fromkeys(("truncation", "context_management"), "a conversation is not shortened"),
-    **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), _NO_LOGPROBS),
     "messages": "is named input here",
-    **dict.fromkeys(("n", "best_of"), "there is one answer"),
     **dict.fromkeys(("max_tokens", "max_completion_tokens"), "is named max_output_tokens here"),
     "response_format": "is named text.format here",
     "reasoning_effort": "is named reasoning.effort here",
@@ -96,7 +93,7 @@ def _check(front: Front, request: ResponsesRequest) -> None:
     if request.metadata is not None:
         object_at(request.metadata, "metadata")
     if "message.output_text.logprobs" in (include := request.include or ()):
-        raise bad_field("include", _NO_LOGPROBS, found="message.output_text.logprobs")
+        raise bad_field("include", NO_LOGPROBS, found="message.output_text.logprobs")
     front.note_unknown([f"include: {name}" for name in include if name not in _INCLUDE])
     for name, known in (("text", ("format", "verbosity")), ("reasoning", ("effort", "summary", "generate_summary"))):
         front.note_unknown([f"{name}.{part}" for part in getattr(request, name) or () if part not in known])

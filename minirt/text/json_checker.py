@@ -2,10 +2,12 @@
 
 import json
 import re
+from typing import Any
 
 _SPACE = " \t\n\r"
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _NUMBER_BEGUN = re.compile(r"-?((0|[1-9][0-9]*)((\.[0-9]*)?|(\.[0-9]+)?[eE][+-]?[0-9]*))?")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _LITERALS = ("true", "false", "null")
 _CLOSING = {"{": "}", "[": "]"}
 _MAX_DEPTH = 200
@@ -157,3 +159,14 @@ def completed(text: str) -> str:
 def shown(character: str, checker: JsonChecker) -> str:
     """A character that `checker` has just accepted, escaped if it must not stand in a string as it is."""
     return json.dumps(character)[1:-1] if character < " " and checker.in_string else character
+
+
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can hold a text: it has no half of a surrogate pair."""
+    return text.isascii() or _SURROGATE.search(text) is None
+
+
+def json_text(value: Any) -> str:
+    """A value as JSON, with non-ASCII characters as they are. Halves of surrogate pairs, which UTF-8 lacks, are escaped."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text if text.isascii() else _SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", text)

@@ -5,16 +5,13 @@ reasoning, and for each tool call its name and its joined arguments. The work is
 has looked at in a list, and holds back only what could be a marker.
 """
 
-import json
 import re
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, Protocol
-
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -250,14 +247,9 @@ class StatefulParser:
 def _merged(events: list[Event]) -> list[Event]:
     """Join neighbouring deltas of one kind."""
     joined: list[Event] = []
-    for (kind, index), group in groupby(events, lambda event: (type(event), getattr(event, "index", None))):
-        same = list(group)
-        if kind is ContentDelta:
-            joined.append(ContentDelta("".join(event.text for event in same if isinstance(event, ContentDelta))))
-        elif kind is ArgumentsDelta and index is not None:
-            joined.append(ArgumentsDelta(index, "".join(event.text for event in same if isinstance(event, ArgumentsDelta))))
-        else:
-            joined += same
+    for _, group in groupby(events, lambda event: (type(event), getattr(event, "index", None))):
+        same: list[Any] = list(group)
+        joined.append(same[0] if len(same) == 1 else replace(same[0], text="".join(event.text for event in same)))
     return joined
 
 
@@ -277,14 +269,3 @@ class Trimmer:
             self._begun = True
         self._space.append(text[len(shown) :])
         return result
-
-
-def is_unicode(text: str) -> bool:
-    """Whether UTF-8 can hold a text: it has no half of a surrogate pair."""
-    return text.isascii() or _SURROGATE.search(text) is None
-
-
-def json_text(value: Any) -> str:
-    """A value as JSON, with non-ASCII characters as they are. Halves of surrogate pairs, which UTF-8 lacks, are escaped."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    return text if text.isascii() else _SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", text)

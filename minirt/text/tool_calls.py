@@ -19,19 +19,8 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from minirt.text.json_checker import JsonChecker, escaped, shown
-from minirt.text.reply import (
-    Calls,
-    Event,
-    Parser,
-    State,
-    StatefulParser,
-    content,
-    first_marker,
-    held_length,
-    is_unicode,
-    json_text,
-)
+from minirt.text.json_checker import JsonChecker, escaped, is_unicode, json_text, shown
+from minirt.text.reply import Calls, Event, Parser, State, StatefulParser, content, first_marker, held_length
 from minirt.text.tools import Tool, typed_json
 
 _READING, _DONE, _BAD = "reading", "done", "bad"

@@ -9,8 +9,8 @@ from typing import Any
 from minirt.errors import InputError, UnsupportedError, quoted, shortened
 from minirt.modeling.patterns import matches
 from minirt.structured.schema import References, normalized, without_unused
-from minirt.text.json_checker import escaped
-from minirt.text.reply import json_text
+from minirt.text.json_checker import escaped, json_text
+from minirt.text.messages import object_at
 
 MAX_TOOLS = 512
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
@@ -43,13 +43,11 @@ class Tool:
 
 def chat_tool(value: object, place: str) -> dict[str, Any]:
     """A tool in OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}."""
-    if not isinstance(value, dict):
-        raise InputError("not an object", where=place, found=type(value).__name__)
-    if value.get("type", "function") != "function":
-        raise InputError("a tool of another type", where=f"{place}.type", expected="function", found=shortened(value["type"], 40))
-    if not isinstance(function := value.get("function"), dict):
-        raise InputError("not an object", where=f"{place}.function", found=type(function).__name__)
-    return value
+    tool = object_at(value, place)
+    if tool.get("type", "function") != "function":
+        raise InputError("a tool of another type", where=f"{place}.type", expected="function", found=shortened(tool["type"], 40))
+    object_at(tool.get("function"), f"{place}.function")
+    return tool
 
 
 def read_tools(
@@ -87,8 +85,7 @@ def _checked_tool(value: dict[str, Any], name_at: str, parameters_at: str) -> To
         raise InputError("not the name of a function", where=name_at, expected=expected, found=shown)
     if parameters is None:
         parameters = {"type": "object", "properties": {}}
-    if not isinstance(parameters, dict):
-        raise InputError("not a JSON schema", where=parameters_at, expected="an object", found=type(parameters).__name__)
+    parameters = object_at(parameters, parameters_at, "not a JSON schema", "an object")
     if not parameters.keys() & _SAY_TYPE:  # arguments are an object, also where the schema does not say so
         parameters = {"type": "object"} | parameters
     stated = types(parameters)
