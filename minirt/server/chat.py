@@ -51,7 +51,7 @@ def _prepare(front: Front, exchange: Exchange, body: bytes) -> Answer:
     conversation = replace(conversation_of(front, request, tools), tool_choice=request.tool_choice, parallel=parallel)
     newer = request.max_completion_tokens
     prepared = prepare(
-        front, exchange, conversation, request, {"max_tokens": "max_tokens" if newer is None else "max_completion_tokens"},
+        front, exchange, conversation, request, {} if newer is None else {"max_tokens": "max_completion_tokens"},
         max_tokens=newer or request.max_tokens, grammar=request.grammar,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None, n=request.n or 1,
         prompt_logprobs=request.prompt_logprobs,

@@ -62,7 +62,7 @@ def _call(front: Front, request: CompletionRequest, prompts: list[str | list[int
     processor, _ = front.check_ready()
     limit = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     params = sampling_params(
-        request, {"max_tokens": "max_tokens"}, max_tokens=max(limit, 1), logprobs=request.logprobs,
+        request, max_tokens=max(limit, 1), logprobs=request.logprobs,
         prompt_logprobs=request.logprobs if request.echo and request.logprobs is not None else request.prompt_logprobs,
         n=request.n or 1, structured_outputs=request.grammar,
     )  # fmt: skip

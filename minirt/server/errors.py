@@ -7,17 +7,8 @@ from typing import Any
 
 import msgspec
 
-from minirt.errors import (
-    ContextLengthError,
-    DeviceFailedError,
-    EngineError,
-    InputError,
-    MinirtError,
-    QueueFullError,
-    SlowReaderError,
-    TokenizerError,
-    UnsupportedError,
-)
+from minirt import errors
+from minirt.errors import ContextLengthError, InputError, MinirtError, QueueFullError, TokenizerError
 
 
 class HTTPError(MinirtError):
@@ -75,20 +66,17 @@ def error_type(status: int, others: Mapping[int, str] = {}) -> str:
     return types.get(status, "invalid_request_error" if status < 500 else types[500])
 
 
+_STATUSES: dict[type[MinirtError], int] = {
+    InputError: 400, TokenizerError: 400, errors.UnsupportedError: 400, QueueFullError: 429, errors.SlowReaderError: 499,
+    errors.EngineError: 503, errors.DeviceFailedError: 503,
+}  # fmt: skip
+
+
 def status_of(error: MinirtError) -> int:
     """The HTTP status of an error."""
-    match error:
-        case HTTPError(status=status):
-            return status
-        case InputError() | TokenizerError() | UnsupportedError():
-            return 400
-        case QueueFullError():
-            return 429
-        case SlowReaderError():
-            return 499
-        case EngineError() | DeviceFailedError():
-            return 503
-    return 500
+    if isinstance(error, HTTPError):
+        return error.status
+    return next((status for kind, status in _STATUSES.items() if isinstance(error, kind)), 500)
 
 
 def param_of(error: MinirtError, prompt_field: str | None) -> str | None:
@@ -113,14 +101,11 @@ def retry_after(error: MinirtError) -> int | None:
 
 def error_fields(error: MinirtError, prompt_field: str | None = None) -> dict[str, Any]:
     """What an answer says about an error: message, type, param and code, as OpenAI does."""
-    code: str | None = None
-    if isinstance(error, HTTPError):
-        code = error.code
-    elif isinstance(error, ContextLengthError):
+    code = error.code if isinstance(error, HTTPError) else None
+    if isinstance(error, ContextLengthError):
         code = "context_length_exceeded"
-    return {
-        "message": str(error), "type": error_type(status_of(error)), "param": param_of(error, prompt_field), "code": code,
-    }
+    kind, param = error_type(status_of(error)), param_of(error, prompt_field)
+    return {"message": str(error), "type": kind, "param": param, "code": code}
 
 
 def error_body(error: MinirtError, prompt_field: str | None = None) -> bytes:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from minirt.errors import MinirtError, printable
+from minirt.errors import MinirtError, inside, printable
 from minirt.processor import Call, Processor
 from minirt.server.errors import HTTPError
 from minirt.server.exchange import Exchange
@@ -75,10 +75,16 @@ class Front:
         Raises:
             MinirtError: the model cannot be loaded.
         """
-        self.folder = await self.engine.found
+        template = declared = None
+        self.folder = await self.engine.folder
         if self.folder is not None:
             self.tokenizer = await self.in_thread(Tokenizer.load, Path(self.folder))
-        self._choose_reply_format()
+        if self.tokenizer is not None:
+            template, declared = self.tokenizer.tool_template, self.tokenizer.response_template
+        with inside("--tool-call-parser"):
+            self.reply_format = ReplyFormat.choose(template, declared, self.options.tool_call_parser)
+        for note in self.reply_format.notes:
+            sys.stderr.write(f"minirt: {printable(note)}\n")
         info = await self.engine.ready
         name = self.options.names[0]
         self.processor = Processor(
@@ -88,16 +94,6 @@ class Front:
         if not self.options.quiet:
             for file, kept in info.facts.get("warm_prompts", {}).items():
                 sys.stderr.write(f"minirt: {printable(file)}: {kept} tokens are kept for prompts that begin with them\n")
-
-    def _choose_reply_format(self) -> None:
-        tokenizer = self.tokenizer
-        template, declared = (None, None) if tokenizer is None else (tokenizer.tool_template, tokenizer.response_template)
-        try:
-            self.reply_format = ReplyFormat.choose(template, declared, self.options.tool_call_parser)
-        except MinirtError as error:
-            raise error.within("--tool-call-parser") from error
-        for note in self.reply_format.notes:
-            sys.stderr.write(f"minirt: {printable(note)}\n")
 
     @property
     def state(self) -> str:

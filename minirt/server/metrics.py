@@ -5,9 +5,12 @@ The front counts in plain attributes, because it counts every token. `exposition
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily as Counter
+from prometheus_client.core import GaugeMetricFamily as Gauge
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from minirt.engine.request import EngineStats
@@ -75,46 +78,35 @@ class Metrics:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Metric]:
-        def gauge(name: str, help_text: str, value: float) -> Metric:
-            family = GaugeMetricFamily(f"vllm:{name}", help_text, labels=["model_name"])
-            family.add_metric([self.model], value)
-            return family
-
-        def counter(name: str, help_text: str, value: float) -> Metric:
-            family = CounterMetricFamily(f"vllm:{name}", help_text, labels=["model_name"])
-            family.add_metric([self.model], value)
+        def metric(kind: Any, name: str, help_text: str, value: Any, label: str | None = None) -> Metric:
+            """One value, or with a `label` those of a dict by the label's values."""
+            family = kind(f"vllm:{name}", help_text, labels=["model_name", *([label] if label else [])])
+            for labels, number in [([str(key)], n) for key, n in value.items()] if label else [([], value)]:
+                family.add_metric([self.model, *labels], number)
             return family
 
         if (engine := self._engine) is not None:
-            yield gauge("num_requests_running", "Requests that hold KV pages.", engine.num_running)
-            yield gauge("num_requests_waiting", "Requests that wait.", engine.num_waiting)
-            yield gauge("kv_cache_usage_perc", "Share of KV pages in use; 1 is all.", engine.kv_cache_usage)
-            yield counter("num_preemptions", "Running requests that lost their KV pages to others.", engine.num_preemptions)
-            yield counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", engine.prefix_cache_queries)
-            yield counter("prefix_cache_hits", "Tokens found in the prefix cache.", engine.prefix_cache_hits)
+            yield metric(Gauge, "num_requests_running", "Requests that hold KV pages.", engine.num_running)
+            yield metric(Gauge, "num_requests_waiting", "Requests that wait.", engine.num_waiting)
+            yield metric(Gauge, "kv_cache_usage_perc", "Share of KV pages in use; 1 is all.", engine.kv_cache_usage)
+            what = "Running requests that lost their KV pages to others."
+            yield metric(Counter, "num_preemptions", what, engine.num_preemptions)
+            yield metric(Counter, "prefix_cache_queries", "Tokens looked up in the prefix cache.", engine.prefix_cache_queries)
+            yield metric(Counter, "prefix_cache_hits", "Tokens found in the prefix cache.", engine.prefix_cache_hits)
             if engine.prefix_cache_recomputed is not None:
                 what = "Tokens whose KV pages were found, computed again for want of a state of recurrent layers."
-                yield counter("prefix_cache_recomputed", what, engine.prefix_cache_recomputed)
-            if engine.drafts.num_accepted_per_position:  # speculative decoding is on
-                drafts = engine.drafts
-                yield counter("spec_decode_num_drafts", "How often drafts of a request were verified.", drafts.num_drafts)
-                yield counter("spec_decode_num_draft_tokens", "Drafts that were verified.", drafts.num_draft_tokens)
-                yield counter("spec_decode_num_accepted_tokens", "Drafts that were accepted.", drafts.num_accepted_tokens)
-                by_position = CounterMetricFamily(
-                    "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted drafts, by their place in a step.",
-                    labels=["model_name", "position"],
-                )  # fmt: skip
-                for position, count in enumerate(drafts.num_accepted_per_position):
-                    by_position.add_metric([self.model, str(position)], count)
-                yield by_position
-        yield counter("prompt_tokens", "Tokens of prompts.", self.prompt_tokens)
-        yield counter("generation_tokens", "Generated tokens.", self.generation_tokens)
-        success = CounterMetricFamily(
-            "vllm:request_success", "Finished requests, by reason.", labels=["model_name", "finished_reason"]
-        )
-        for reason, count in self.finished.items():
-            success.add_metric([self.model, reason], count)
-        yield success
+                yield metric(Counter, "prefix_cache_recomputed", what, engine.prefix_cache_recomputed)
+            if (drafts := engine.drafts).num_accepted_per_position:  # speculative decoding is on
+                what = "How often drafts of a request were verified."
+                yield metric(Counter, "spec_decode_num_drafts", what, drafts.num_drafts)
+                yield metric(Counter, "spec_decode_num_draft_tokens", "Drafts that were verified.", drafts.num_draft_tokens)
+                what = "Drafts that were accepted."
+                yield metric(Counter, "spec_decode_num_accepted_tokens", what, drafts.num_accepted_tokens)
+                places, what = dict(enumerate(drafts.num_accepted_per_position)), "Accepted drafts, by their place in a step."
+                yield metric(Counter, "spec_decode_num_accepted_tokens_per_pos", what, places, "position")
+        yield metric(Counter, "prompt_tokens", "Tokens of prompts.", self.prompt_tokens)
+        yield metric(Counter, "generation_tokens", "Generated tokens.", self.generation_tokens)
+        yield metric(Counter, "request_success", "Finished requests, by reason.", self.finished, "finished_reason")
         for name, help_text, histogram in (
             ("time_to_first_token_seconds", "From the arrival of a request to its first token.", self.time_to_first_token),
             ("inter_token_latency_seconds", "Between two tokens of a request.", self.inter_token_latency),

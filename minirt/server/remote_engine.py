@@ -22,14 +22,14 @@ class RemoteEngine(asyncio.Protocol):
     """Starts the engine's process, sends it requests, and gives the outputs of each step to the sinks of the requests.
 
     Attributes:
-        found: done when the model's files are on the disk: the folder, or None.
+        folder: done when the model's files are on the disk: the folder, or None.
         ready: done when the model is loaded.
         ended: done when the process has ended: why.
     """
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
-        self.found: asyncio.Future[str | None] = loop.create_future()
+        self.folder: asyncio.Future[str | None] = loop.create_future()
         self.ready: asyncio.Future[wire.Ready] = loop.create_future()
         self.ended: asyncio.Future[MinirtError] = loop.create_future()
         self._failure: MinirtError | None = None
@@ -153,8 +153,8 @@ class RemoteEngine(asyncio.Protocol):
                 question = self._asking.pop(0)
                 if not question.done():
                     question.set_result(answer)
-            case wire.Found(folder=folder) if not self.found.done():  # else nobody waits any more
-                self.found.set_result(folder)
+            case wire.Found(folder=folder) if not self.folder.done():  # else nobody waits any longer
+                self.folder.set_result(folder)
             case wire.Ready() if not self.ready.done():
                 self.ready.set_result(message)
             case wire.Failed(error=error):
@@ -165,7 +165,7 @@ class RemoteEngine(asyncio.Protocol):
         if self._failure is None:
             self._failure = EngineError("the engine's process has ended", found=self._exit_status())
         self._sinks.fail(list(self._sinks), self._failure)
-        waiting: list[asyncio.Future] = [self.found, self.ready, *self._asking]
+        waiting: list[asyncio.Future] = [self.folder, self.ready, *self._asking]
         for future in waiting:
             if not future.done():
                 future.set_exception(self._failure.copy())

@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from minirt.errors import MinirtError, quoted, shortened
+from minirt.errors import MinirtError, quoted
 from minirt.outputs import Completion
 from minirt.server.answers import Answer, ReplyAnswer, StreamEvent, endpoint, named_event, usage_of
 from minirt.server.conversation import Conversation, Prepared, prepare, read_parts, template_variables
@@ -75,9 +75,8 @@ def _prepare(front: Front, exchange: Exchange, body: bytes) -> Answer:
     messages = _messages(request.input, request.instructions, ignored)
     front.note_unknown(list(ignored), "unsupported parts of requests")
     conversation = Conversation(
-        messages, tools, _tool_choice(request.tool_choice, tools),
-        request.parallel_tool_calls is not False, _variables(front, request),
-        truncates=request.truncate_prompt_tokens is not None,
+        messages, tools, _tool_choice(request.tool_choice), request.parallel_tool_calls is not False,
+        _variables(front, request), truncates=request.truncate_prompt_tokens is not None,
     )  # fmt: skip
     grammar = answer_form((request.text or {}).get("format"), request.structured_outputs, "text.format")
     prepared = prepare(
@@ -116,15 +115,11 @@ def _read_tools(front: Front, values: list[Any]) -> list[Tool]:
     return read_tools(values, read, "name", "parameters")
 
 
-def _tool_choice(choice: Any, tools: Sequence[Tool]) -> Any:
+def _tool_choice(choice: Any) -> Any:
     """A `tool_choice` as `ReplyFormat.parser` takes it."""
-    if choice in (None, "none", "auto", "required"):
-        return choice
-    names = [tool.name for tool in tools]
-    if isinstance(choice, dict) and choice.get("type") == "function" and choice.get("name") in names:
-        return {"type": "function", "function": {"name": choice["name"]}}
-    expected = shortened(f'none, auto, required, or {{"type": "function", "name": …}} with one of {", ".join(names)}')
-    raise bad_field("tool_choice", "not an acceptable choice", expected=expected, found=quoted(choice, 80))
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
 
 
 def _variables(front: Front, request: ResponsesRequest) -> dict[str, Any]:

@@ -107,13 +107,9 @@ _IMPLIED = (  # types of which a schema speaks that does not name one
 )
 
 
-def types(schema: Any, root: Any = None) -> tuple[str, ...]:
-    """The JSON types that a schema allows, "null" first, then in its order; empty if it does not say.
-
-    Args:
-        root: the document that a "$ref" refers to; None: `schema`.
-    """
-    return _null_first(_Types(schema if root is None else root).of(schema))
+def types(schema: Any) -> tuple[str, ...]:
+    """The JSON types that a schema allows, "null" first, then in its order; empty if it does not say."""
+    return _null_first(_Types(schema).of(schema))
 
 
 def _null_first(kinds: Sequence[str] | None) -> tuple[str, ...]:
@@ -168,7 +164,7 @@ class _Types:
                 if isinstance(properties, dict) and name in properties:
                     stated.append(properties[name])
                 for pattern, schema in patterns.items() if isinstance(patterns, dict) else ():
-                    stated += [schema] if _found(pattern, name) else []
+                    stated += [schema] if _covers(pattern, name) else []
                 others.append(part.get("additionalProperties"))
                 todo += [inner for keyword in ("allOf", "anyOf", "oneOf") for inner in _listed(part, keyword)]
                 todo += [self._target(part["$ref"])] if isinstance(part.get("$ref"), str) else []
@@ -187,7 +183,7 @@ def _common(first: list[str], second: list[str]) -> list[str]:
     return [kind for kind in narrowed if kind in wide] or first
 
 
-def _found(pattern: Any, name: str) -> bool:
+def _covers(pattern: Any, name: str) -> bool:
     """Whether a pattern of "patternProperties" is found in a name; not if it is not simple enough to be sure in bounded time."""
     try:
         return isinstance(pattern, str) and matches(rf"[\s\S]*(?:{pattern})", name)
@@ -277,7 +273,7 @@ def chosen(tools: Sequence[Tool], choice: object) -> Tool:
         if tool.name == name:
             return tool
     names = ", ".join(tool.name for tool in tools)
-    expected = f'none, auto, required, or {{"type": "function", "function": {{"name": …}}}} with one of {names}'
+    expected = f'none, auto, required, or {{"type": "function", …}} with the name of a tool: {names}'
     raise InputError("no such tool", where="tool_choice", expected=shortened(expected), found=quoted(choice, 80))
 
 
