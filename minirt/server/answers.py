@@ -112,6 +112,7 @@ class ChoicesAnswer(Answer):
     Args:
         fields: the first fields of the answer.
         chunk: the `object` of an event, unless it is that of the answer.
+        before, after: what is before and after the text, or a delta, of a choice, up to its `logprobs`.
         tokenizer: None if the model has none. Its events have no text, but there are as many.
         wants_logprobs: whether events have the log-probabilities of their tokens.
         parses: whether `deltas` are sent instead of the text.
@@ -120,19 +121,18 @@ class ChoicesAnswer(Answer):
     only_echo = False
 
     def __init__(
-        self, front: Front, call: Call, request: Sampling, fields: dict[str, Any], chunk: str, tokenizer: Tokenizer | None, *,
-        wants_logprobs: bool, parses: bool = False,
+        self, front: Front, call: Call, request: Sampling, fields: dict[str, Any], chunk: str, before: bytes, after: bytes,
+        tokenizer: Tokenizer | None, *, wants_logprobs: bool, parses: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(call, request.stream)
         self.fields = fields | {"created": int(time.time()), "model": front.options.names[0]}
         self.tokenizer, self.wants_logprobs, self.parses, self._options = tokenizer, wants_logprobs, parses, request
         self.start = b"data: " + encode_json(self.fields | {"object": chunk})[:-1] + b',"choices":['
-        parts = [self.around_text(index) for index in range(len(call.streams) if self.streams else 0)]
-        self._heads, self._ends = [self.start + before for before, _ in parts], [after for _, after in parts]
-        self._tails = [after + b',"logprobs":null,"finish_reason":null}]}\n\n' for after in self._ends]
+        self._heads = [self.start + b'{"index":%d,%b' % (index, before) for index in range(len(call.streams))]
+        self._after, self._tail = after, after + b',"logprobs":null,"finish_reason":null}]}\n\n'
         self._continuous = request.continuous_usage
         self._is_plain, self._without_text = not (wants_logprobs or self._continuous), tokenizer is None
-        self._num_sent = [0] * len(parts)  # tokens whose log-probabilities were sent
+        self._num_sent = [0] * len(call.streams)  # tokens whose log-probabilities were sent
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         choices = [self.choice(index, completion) for index, completion in enumerate(completions)]
@@ -140,10 +140,6 @@ class ChoicesAnswer(Answer):
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
         """A choice that has ended."""
-        raise NotImplementedError
-
-    def around_text(self, index: int) -> tuple[bytes, bytes]:
-        """What is before and after the text, or a delta, of a choice, up to its `logprobs`."""
         raise NotImplementedError
 
     def opening(self, choice: Choice) -> bytes:
@@ -154,9 +150,9 @@ class ChoicesAnswer(Answer):
         """What a choice's new text adds to the answer: one JSON value for each event. Only if the answer `parses`."""
         raise NotImplementedError
 
-    def finish_reason(self, choice: Choice) -> str | None:
-        """Why a choice has ended; None while it runs. Called after `deltas`."""
-        return choice.finish_reason
+    def finish_reason(self, index: int, reason: str | None) -> str | None:
+        """Why a choice has ended, by the reason of its completion; None while it runs. Called after `deltas`."""
+        return reason
 
     def logprobs(self, choice: Choice, start: int, stop: int) -> Any:
         """The `logprobs` of the tokens `start` to `stop` of a choice."""
@@ -164,7 +160,7 @@ class ChoicesAnswer(Answer):
 
     def add(self, choice: Choice) -> list[bytes]:
         index, text = choice.index, choice.text
-        head, tail = self._heads[index], self._tails[index]
+        head, tail = self._heads[index], self._tail
         events = [] if choice.begun else [self.opening(choice)]
         is_plain = self._is_plain and choice.finish_reason is None
         last = b"{}"  # an event without a delta
@@ -185,8 +181,8 @@ class ChoicesAnswer(Answer):
             stop = len(choice.stream.completion.token_ids)
             logprobs = encode_json(self.logprobs(choice, self._num_sent[index], stop))
             self._num_sent[index] = stop
-        events += head, last, self._ends[index], b',"logprobs":', logprobs
-        events += b',"finish_reason":', encode_json(self.finish_reason(choice)), b"}]"
+        events += head, last, self._after, b',"logprobs":', logprobs
+        events += b',"finish_reason":', encode_json(self.finish_reason(index, choice.finish_reason)), b"}]"
         if self._continuous:
             events += b',"usage":', encode_json(usage_of(self.call))
         events.append(b"}\n\n")

@@ -136,51 +136,38 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _finish_reason(reason: str | None, calls: bool) -> str | None:
-    """OpenAI's reason for the end of an answer, with or without tool calls."""
-    return "tool_calls" if calls and reason == "stop" else reason
-
-
 class _ChatAnswer(ChoicesAnswer):
     def __init__(self, front: Front, exchange: Exchange, request: ChatRequest, prepared: Prepared) -> None:
-        self._count, self._prepared = request.top_logprobs or 0, prepared
-        self._prefix = prepared.last if request.echo else ""
-        self._readers: dict[int, ReplyReader] = {}
+        self._count, self._prefix = request.top_logprobs or 0, prepared.last if request.echo else ""
+        self._readers = [ReplyReader(prepared) for _ in prepared.call.streams]
         fields = {"id": f"chatcmpl-{exchange.id}", "object": "chat.completion"}
+        before, after = (b'"delta":{"content":', b"}") if prepared.is_plain else (b'"delta":', b"")
         super().__init__(
-            front, prepared.call, request, fields, "chat.completion.chunk", prepared.tokenizer,
+            front, prepared.call, request, fields, "chat.completion.chunk", before, after, prepared.tokenizer,
             wants_logprobs=bool(request.logprobs), parses=not prepared.is_plain,
         )  # fmt: skip
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        reply = collect(ReplyReader(self._prepared).read(completion.text, ended=True))
+        reply = collect(self._readers[index].read(completion.text, ended=True))
         message = {"role": "assistant", "refusal": None} | _message(reply, self._prefix)
         choice = {
             "index": index, "message": message, "logprobs": self._logprobs(completion.logprobs),
-            "finish_reason": _finish_reason(completion.finish_reason, "tool_calls" in message),
+            "finish_reason": self.finish_reason(index, completion.finish_reason),
         }  # fmt: skip
         if completion.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_rows(self.tokenizer, completion.prompt_logprobs)
         return choice
-
-    def around_text(self, index: int) -> tuple[bytes, bytes]:
-        if self.parses:
-            return b'{"index":%d,"delta":' % index, b""
-        return b'{"index":%d,"delta":{"content":' % index, b"}"
 
     def opening(self, choice: Choice) -> bytes:
         delta = encode_json({"role": "assistant", "content": self._prefix})
         return self.start + b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}]}\n\n' % (choice.index, delta)
 
     def deltas(self, choice: Choice) -> list[bytes]:
-        reader = self._readers.get(choice.index)
-        if reader is None:
-            reader = self._readers[choice.index] = ReplyReader(self._prepared)
-        return [encode_json(_delta(event)) for event in reader.read(choice.text, choice.finish_reason is not None)]
+        events = self._readers[choice.index].read(choice.text, choice.finish_reason is not None)
+        return [encode_json(_delta(event)) for event in events]
 
-    def finish_reason(self, choice: Choice) -> str | None:
-        reader = self._readers.get(choice.index)
-        return _finish_reason(choice.finish_reason, reader is not None and reader.calls)
+    def finish_reason(self, index: int, reason: str | None) -> str | None:
+        return "tool_calls" if reason == "stop" and self._readers[index].calls else reason
 
     def logprobs(self, choice: Choice, start: int, stop: int) -> Any:
         return self._logprobs((choice.stream.completion.logprobs or [])[start:stop])

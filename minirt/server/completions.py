@@ -116,7 +116,8 @@ class _CompletionAnswer(ChoicesAnswer):
     ) -> None:
         fields = {"id": f"cmpl-{exchange.id}", "object": "text_completion"}
         super().__init__(
-            front, call, request, fields, "text_completion", front.tokenizer, wants_logprobs=request.logprobs is not None
+            front, call, request, fields, "text_completion", b'"text":', b"", front.tokenizer,
+            wants_logprobs=request.logprobs is not None,
         )  # fmt: skip
         # A request for the prompt's log-probabilities alone generates a token that is not in the answer.
         self.only_echo = request.max_tokens == 0
@@ -135,9 +136,6 @@ class _CompletionAnswer(ChoicesAnswer):
         if self._request.prompt_logprobs is not None and scores is not None:
             choice["prompt_logprobs"] = prompt_rows(self.tokenizer, scores)
         return choice
-
-    def around_text(self, index: int) -> tuple[bytes, bytes]:
-        return b'{"index":%d,"text":' % index, b""
 
     def opening(self, choice: Choice) -> bytes:
         if not self._request.echo:

@@ -65,7 +65,7 @@ class IncrementalDecoder:
         return decoded
 
     def _push_last(self, prompt: Sequence[int], enough: Callable[[list[Any]], bool], first: int = 0) -> None:
-        """Push the last tokens of a prompt with text, from `first` on: as many as are `enough`, by their pieces, the last first."""
+        """Push the last tokens of a prompt with text, from `first` on: as many as are `enough`, by their pieces."""
         pieces, tokens = list[str | bytes](), list[int]()
         for i in range(len(prompt) - 1, first - 1, -1):
             if _is_id(prompt[i]) and (piece := self._piece(prompt[i])) != b"":
