@@ -61,9 +61,9 @@ class Tokenizer:
         # Whether a token's text depends on its neighbours, or that of a byte token on its run. Fuse and Strip keep characters.
         after_bytes = steps[steps.index("ByteFallback") + 1 :][:1] if self._byte_fallback else []
         self.has_neighbours = "BPEDecoder" in steps or after_bytes not in ([], ["Fuse"])
-        self._chat_template = ChatTemplate(folder, config)
         texts = _joined(older_path, older, config_path, config)
         self._special = {name: text for name, text in texts.items() if text}
+        self._chat_template = ChatTemplate(folder, config, self._special)
         self._config = config
         _check_added_tokens(config.get("added_tokens_decoder"), self._backend, config_path, "added_tokens_decoder")
         older_added = {str(key): {"content": text} for text, key in _optional(folder / "added_tokens.json").items()}
@@ -251,7 +251,7 @@ class Tokenizer:
 
     def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
         """Render `messages` as text; see `ChatTemplate.render`."""
-        return self._chat_template.render(messages, self._special, **options)
+        return self._chat_template.render(messages, **options)
 
     def template_uses(self, name: str) -> bool:
         """Whether a chat template, also one for conversations with tools, has a variable of this name, or at least the word."""
@@ -261,7 +261,7 @@ class Tokenizer:
     @functools.cached_property
     def end_of_turn_id(self) -> int | None:
         """The token that the chat template writes at the end of each answer; None if there is no such token."""
-        text = self._chat_template.end_of_turn(self._special, list(self._backend.added_tokens()))
+        text = self._chat_template.end_of_turn(list(self._backend.added_tokens()))
         return None if text is None else self.token_id(text)
 
     @functools.cached_property
