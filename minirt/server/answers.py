@@ -303,12 +303,12 @@ def top_of(row: TokenLogprobs, count: int) -> list[tuple[int, float]]:
 
 def prompt_rows(tokenizer: Tokenizer | None, rows: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
     """vLLM's form of the log-probabilities of a prompt's tokens: token id → value, rank and text."""
-    return [None if row is None else _by_id(tokenizer, row) for row in rows]
 
+    def by_id(row: TokenLogprobs) -> dict[str, Any]:
+        ranked = {token: (rank, logprob) for rank, (token, logprob) in enumerate(row.top, 1)}
+        return {
+            str(token): {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(tokenizer, token)}
+            for token, (rank, logprob) in (ranked | {row.token_id: (row.rank, row.logprob)}).items()
+        }
 
-def _by_id(tokenizer: Tokenizer | None, row: TokenLogprobs) -> dict[str, Any]:
-    ranks = {token: (rank, logprob) for rank, (token, logprob) in enumerate(row.top, 1)} | {row.token_id: (row.rank, row.logprob)}
-    return {
-        str(token): {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(tokenizer, token)}
-        for token, (rank, logprob) in ranks.items()
-    }
+    return [None if row is None else by_id(row) for row in rows]

@@ -24,6 +24,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 class ChatRequest(Sampling, kw_only=True):
     """The fields of a request for the next message of a conversation."""
 
+    prompt_fields = ("messages",)
     messages: list[dict[str, Any]]
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
@@ -41,11 +42,8 @@ class ChatRequest(Sampling, kw_only=True):
 
 
 def _prepare(front: Front, exchange: Exchange, body: bytes) -> Answer:
-    request = decode(front, body, ChatRequest)
-    exchange.prompt_field = "messages"
+    request = decode(front, exchange, body, ChatRequest)
     _check(request)
-    if front.options.log_prompts:
-        exchange.log["messages"] = request.messages
     tools = read_tools(request.tools or [])
     parallel = request.parallel_tool_calls is not False
     conversation = replace(conversation_of(front, request, tools), tool_choice=request.tool_choice, parallel=parallel)

@@ -30,6 +30,7 @@ _REFUSED = {
 class CompletionRequest(Sampling, kw_only=True):
     """The fields of a request to continue prompts."""
 
+    prompt_fields = ("prompt",)
     prompt: Any
     echo: bool | None = None
     logprobs: Listed | bool | None = None  # `false` is null
@@ -47,12 +48,9 @@ async def _prepare(front: Front, exchange: Exchange) -> Answer:
 
 def _read(front: Front, exchange: Exchange, body: bytes) -> tuple[CompletionRequest, list[str | list[int]]]:
     """A request and its prompts."""
-    request = decode(front, body, CompletionRequest, _REFUSED)
-    exchange.prompt_field = "prompt"
+    request = decode(front, exchange, body, CompletionRequest, _REFUSED)
     prompts = _prompts(request.prompt)
     _check(request, len(prompts))
-    if front.options.log_prompts:
-        exchange.log["prompt"] = request.prompt
     exchange.grammar_field = None if request.structured_outputs not in (None, {}) else "response_format"
     return request, prompts
 
@@ -121,7 +119,8 @@ class _CompletionAnswer(ChoicesAnswer):
         )  # fmt: skip
         # A request for the prompt's log-probabilities alone generates a token that is not in the answer.
         self.only_echo = request.max_tokens == 0
-        self._request, self._prompts, self._offsets = request, prompts, dict[int, _Offsets]()
+        self._request, self._prompts = request, prompts
+        self._offsets: dict[int, tuple[IncrementalDecoder | None, int]] = {}  # decoders, and where their next texts begin
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
         scores = self._scores(index)
@@ -166,49 +165,36 @@ class _CompletionAnswer(ChoicesAnswer):
 
     def _logprobs(self, index: int, tokens: Sequence[int], rows: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
         """The next tokens of a choice in OpenAI's form: parallel lists."""
-        if index not in self._offsets:
-            self._offsets[index] = self._begin_offsets(index)
+        decoder, end = self._offsets.get(index) or self._begin_offsets(index)
+        offsets = []
+        for token in tokens:  # one that completes no character begins at the same place as the character
+            offsets.append(end)
+            end += 0 if decoder is None else len(decoder.push(token))
+        self._offsets[index] = decoder, end
         return {
-            "tokens": [token_text(self.tokenizer, token) for token in tokens], "text_offset": self._offsets[index].of(tokens),
+            "tokens": [token_text(self.tokenizer, token) for token in tokens], "text_offset": offsets,
             "token_logprobs": [None if row is None else finite(row.logprob) for row in rows],
             "top_logprobs": [None if row is None else self._top(row) for row in rows],
         }  # fmt: skip
 
-    def _begin_offsets(self, index: int) -> "_Offsets":
-        """The offsets of a choice's tokens. The prompt's tokens come first if the prompt is echoed with its scores."""
+    def _begin_offsets(self, index: int) -> tuple[IncrementalDecoder | None, int]:
+        """The decoder of a choice's tokens, and where their text begins. The prompt's come first if it is echoed with its scores.
+
+        There is no decoder without a tokenizer.
+        """
         completion, decoder = self.call.streams[index].completion, None
         with_prompt = self._request.echo and self._scores(index) is not None
         if self.tokenizer is not None and with_prompt:
             decoder = incremental_decoder(self.tokenizer, completion.sampling.skip_special_tokens)
         elif self.tokenizer is not None:
             decoder = decoder_after(self.tokenizer, completion.sampling, completion.prompt_token_ids)
-        return _Offsets(decoder, 0 if with_prompt else len(self._echoed(index)))
+        return decoder, 0 if with_prompt else len(self._echoed(index))
 
     def _top(self, row: TokenLogprobs) -> dict[str, float]:
         """The most probable tokens by their text, and the token itself."""
         top = reversed(top_of(row, int(self._request.logprobs or 0)))
         texts = {token_text(self.tokenizer, row.token_id): finite(row.logprob)}
         return texts | {token_text(self.tokenizer, token): logprob for token, logprob in top}
-
-
-class _Offsets:
-    """Where tokens begin in the text of a choice. A token that completes no character begins where the character does.
-
-    Args:
-        decoder: of the tokens; None: there is no text.
-        start: where the text of the first token begins.
-    """
-
-    def __init__(self, decoder: IncrementalDecoder | None, start: int) -> None:
-        self._decoder, self._end = decoder, start
-
-    def of(self, tokens: Sequence[int]) -> list[int]:
-        """The offsets of the next tokens."""
-        offsets = []
-        for token in tokens:
-            offsets.append(self._end)
-            self._end += 0 if self._decoder is None else len(self._decoder.push(token))
-        return offsets
 
 
 ROUTES = {"POST /v1/completions": endpoint(_prepare)}

@@ -10,17 +10,18 @@ import socket
 import sys
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
 from minirt.engine.request import Request, TokenOutput
-from minirt.errors import DeviceFailedError, MinirtError, inside, printable
+from minirt.errors import DeviceFailedError, inside, printable
 from minirt.generator import Generator
 from minirt.loading.load import find
 from minirt.loading.options import LoadOptions
 from minirt.progress import load_bars
 from minirt.server import wire
+from minirt.server.errors import named
 from minirt.sizes import format_size
 from minirt.user_code import import_file
 from minirt.wording import command_line
@@ -40,12 +41,10 @@ class _Connection:
         with self._lock:
             self._socket.sendall(data)
 
-    def receive(self) -> list[Any]:
-        """The next messages. Empty if the front has closed the connection."""
+    def messages(self) -> Iterator[Any]:
+        """The front's messages, until it closes the connection."""
         while data := self._socket.recv(_READ):
-            if messages := [wire.TO_ENGINE.decode(body) for body in self._frames.feed(data)]:
-                return messages
-        return []
+            yield from map(wire.TO_ENGINE.decode, self._frames.feed(data))
 
 
 @cache
@@ -60,23 +59,19 @@ def main(descriptor: int) -> int:
     warnings.showwarning = lambda message, *_, **__: _print_warning(printable(message))
     sys.setswitchinterval(wire.SWITCH_SECONDS)
     connection = _Connection(descriptor)
-    messages = connection.receive()
-    if not messages:
+    messages = connection.messages()
+    start: wire.Start | None = next(messages, None)
+    if start is None:
         return 1
-    start: wire.Start = messages[0]
     try:
         generator = _load(connection, start)
-    except MinirtError as error:
-        connection.send(wire.Failed(error))
-        return 1
     except Exception as error:
-        connection.send(wire.Failed(MinirtError(f"the model cannot be loaded: {type(error).__name__}: {error}")))
+        connection.send(wire.Failed(named(error, "the model cannot be loaded")))
         return 1
     server = _Server(connection, generator)
     try:
-        while messages := connection.receive():
-            for message in messages:
-                server.handle(message)
+        for message in messages:
+            server.handle(message)
     except ConnectionError:
         pass
     generator.close()
@@ -134,13 +129,9 @@ class _Server:
             for request in requests:
                 self._thread.check(request, compiles=False)  # a grammar must not delay the messages after it
             self._thread.submit(requests, self._sender)
-        except MinirtError as error:
-            self._refuse(requests, error)
         except Exception as error:
-            self._refuse(requests, MinirtError(f"the request cannot be checked: {type(error).__name__}: {error}"))
-
-    def _refuse(self, requests: Sequence[Request], error: MinirtError) -> None:
-        self._connection.send(wire.Step([TokenOutput(request.id, (), "error", error) for request in requests]))
+            refusal = named(error, "the request cannot be checked")
+            self._connection.send(wire.Step([TokenOutput(request.id, (), "error", refusal) for request in requests]))
 
 
 class _Sender:

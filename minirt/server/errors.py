@@ -41,6 +41,15 @@ def bad_field(param: str, what: str, *, expected: object = None, found: object =
     return HTTPError(400, what, param=param, expected=expected, found=found, hint=hint)
 
 
+def named(error: Exception, what: str) -> MinirtError:
+    """An error as one of minirt's. `what`: says what an unforeseen one has prevented."""
+    if isinstance(error, MinirtError):
+        return error
+    unforeseen = MinirtError(f"{what}: {type(error).__name__}: {error}")
+    unforeseen.__cause__ = error
+    return unforeseen
+
+
 def check_choice(param: str, value: object, options: Collection[str], what: str = "not an acceptable value") -> None:
     """Raise 400 unless a value is one of these texts."""
     if not isinstance(value, str) or value not in options:

@@ -29,21 +29,18 @@ class Exchange:
         root: the path under which a proxy, or the host of the ASGI application, serves the server; "": none.
         status: of the answer; 0 before it begins, 499 if the client has gone.
         started: `time.perf_counter()` at the beginning.
-        log: more fields of the line in the log.
+        log: further fields of the line in the log.
         streaming: whether the answer is a stream of events.
         prompt_field: the field that errors of the prompt are about.
         grammar_field: the field that errors of `structured_outputs` are about, if it is another one.
-        headers: more headers of the answer.
+        headers: further headers of the answer.
         error_body: the body of an error; `prompt_field` is its second argument.
         error_event: the events of an error in a stream. None: an event with its body.
     """
 
-    def __init__(
-        self, scope: Any, receive: Any, send: Any, exchange_id: str, headers: Sequence[tuple[bytes, bytes]] = (),
-        root: str = "",
-    ) -> None:  # fmt: skip
-        self._scope, self._receive, self._send, self.headers = scope, receive, send, list(headers)
-        self.id = exchange_id
+    def __init__(self, scope: Any, receive: Any, send: Any, exchange_id: str, root: str = "") -> None:
+        self._scope, self._receive, self._send, self.id = scope, receive, send, exchange_id
+        self.headers: list[tuple[bytes, bytes]] = []
         self.method, self.path, self.root = scope["method"], scope["path"], root or scope.get("root_path", "")
         if f"{self.path}/".startswith(f"{self.root}/"):  # else a proxy has removed it
             self.path = self.path.removeprefix(self.root) or "/"
@@ -121,7 +118,7 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     def named(self, error: MinirtError) -> MinirtError:
-        """An error of a grammar as one of the request's own field. Other errors are returned unchanged."""
+        """An error of a grammar as one of the request's field. Other errors are returned unchanged."""
         name, _, place = str(error.where or "").partition(", ")  # `place`: in a JSON schema
         if self.grammar_field is None or isinstance(error, HTTPError) or not name.startswith("structured_outputs"):
             return error

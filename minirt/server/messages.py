@@ -55,6 +55,7 @@ Body = TypeVar("Body", bound="CountTokensRequest")
 class CountTokensRequest(Common, kw_only=True):
     """The fields that say what the prompt is."""
 
+    prompt_fields = ("messages", "system")
     messages: list[dict[str, Any]]
     system: Any = None
     tools: list[Any] | None = None
@@ -77,16 +78,13 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 def _read(front: Front, exchange: Exchange, body: bytes, kind: type[Body]) -> Body:
     """A request. `stop_sequences` become `stop`."""
-    request = decode(front, body, kind, _REFUSED)
-    exchange.prompt_field = "messages"
+    request = decode(front, exchange, body, kind, _REFUSED)
     check_nesting("messages", request.messages)
     if isinstance(request, MessagesRequest) and request.stop_sequences is not None:
         if request.stop is not None:
             raise bad_field("stop_sequences", "excludes stop, which means the same")
         check_texts("stop_sequences", request.stop_sequences, protocol.SETTINGS["stop"].most or 0)
         request.stop = request.stop_sequences
-    if front.options.log_prompts:
-        exchange.log |= {"system": request.system, "messages": request.messages}
     return request
 
 

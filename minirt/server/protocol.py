@@ -8,7 +8,7 @@ fields of their own.
 import functools
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -16,6 +16,7 @@ from msgspec import Meta
 from minirt.errors import InputError
 from minirt.sampling_params import MAX_LOGPROBS, SamplingParams
 from minirt.server.errors import HTTPError, bad_field, check_choice, shown
+from minirt.server.exchange import Exchange
 from minirt.server.front import Front
 from minirt.settings import settings_of
 from minirt.text.messages import object_at
@@ -51,8 +52,9 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class Common(_FIELDS, msgspec.Struct, kw_only=True):
-    """The fields that mean the same in every API that generates."""
+    """The fields that mean the same in every API that generates. `prompt_fields`: those that have the prompt."""
 
+    prompt_fields: ClassVar[tuple[str, ...]]
     model: str | None = None
     stream: bool | None = None
     seed: int | None = None  # see `_seed`; `SamplingParams` checks the upper limit
@@ -141,6 +143,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "reasoning_effort": ("none",),
 }
+_FREE = (Any, list[Any], dict[str, Any])  # types of fields that may be nested at will
 _PROMPTS = ("prompt", "input")  # are checked as what they are
 _LIMITS = {"max_tokens", "max_completion_tokens", "max_output_tokens"}
 
@@ -161,7 +164,7 @@ def _decode_json(body: bytes) -> dict[str, Any]:
     return value
 
 
-def decode(front: Front, body: bytes, kind: type[Body], refused: Refused = REFUSED) -> Body:
+def decode(front: Front, exchange: Exchange, body: bytes, kind: type[Body], refused: Refused = REFUSED) -> Body:
     """A body as a request of this kind for this model, with checked types and limits. `refused`: the fields that are refused."""
     value = _decode_json(body)
     known = _fields(kind)
@@ -176,22 +179,25 @@ def decode(front: Front, body: bytes, kind: type[Body], refused: Refused = REFUS
         if value[name] == -1:  # no limit, as for other servers
             value[name] = front.check_ready()[1].max_len
     request = convert(value, kind)
-    for name, form in known.items():
-        if form.is_free and name not in _PROMPTS:
+    for name, types in known.items():
+        if not types.isdisjoint(_FREE) and name not in _PROMPTS:
             check_nesting(name, getattr(request, name))
     if isinstance(request, Common):
         _check_limits(request)
     front.check_model(value.get("model"))
+    if prompts := getattr(kind, "prompt_fields", ()):
+        exchange.prompt_field = prompts[0]
+        exchange.log |= {name: getattr(request, name) for name in prompts if front.options.log_prompts}
     return request
 
 
 def convert(value: dict[str, Any], kind: type[Body]) -> Body:
     """A JSON object as a struct. Integral floats become integers where those are meant."""
-    for name, form in _fields(kind).items():
+    for name, types in _fields(kind).items():
         given = value.get(name)
-        if form.is_integer:
+        if int in types and float not in types:
             value |= {} if given is None else {name: _as_integer(given)}
-        elif form.is_integers and type(given) is list and float in set(map(type, given)):
+        elif list[int] in types and type(given) is list and float in set(map(type, given)):
             value[name] = list(map(_as_integer, given))
     try:
         return msgspec.convert(value, kind)
@@ -201,8 +207,8 @@ def convert(value: dict[str, Any], kind: type[Body]) -> Body:
         field = ".".join(filter(None, (path.rstrip("`").lstrip("."), missing and missing[1]))) or "body"
         if missing:
             raise bad_field(field[:100], "is missing") from None
-        if types := re.fullmatch("Expected `(.*)`, got `(.*)`", what):
-            raise bad_field(field[:100], "wrong type", expected=_in_words(types[1]), found=_in_words(types[2])) from None
+        if got := re.fullmatch("Expected `(.*)`, got `(.*)`", what):
+            raise bad_field(field[:100], "wrong type", expected=_in_words(got[1]), found=_in_words(got[2])) from None
         if "`int`" in what and (limits := _limits(kind, field)) is not None:
             expected = f"an integer >= {limits.ge}" if limits.le == 2**53 else f"an integer from {limits.ge} to {limits.le}"
             raise bad_field(field, "not an acceptable value", expected=expected, found=shown(value[field])) from None
@@ -222,22 +228,11 @@ def _in_words(types: str) -> str:
     return " or ".join(_TYPES.get(name, name) for name in types.split(" | "))
 
 
-class _Form(NamedTuple):
-    """What a field may be. `is_free`: any JSON value, object or list."""
-
-    is_integer: bool
-    is_integers: bool
-    is_free: bool
-
-
 @functools.cache
-def _fields(kind: type) -> dict[str, _Form]:
-    fields = {}
-    for name, hint in get_type_hints(kind).items():
-        options = {hint, *(() if get_origin(hint) is list else get_args(hint))}
-        is_free = not options.isdisjoint((Any, list[Any], dict[str, Any]))
-        fields[name] = _Form(int in options and float not in options, list[int] in options, is_free)
-    return fields
+def _fields(kind: type) -> dict[str, set[Any]]:
+    """The types of each field."""
+    hints = get_type_hints(kind).items()
+    return {name: {hint, *(() if get_origin(hint) is list else get_args(hint))} for name, hint in hints}
 
 
 def _limits(kind: type, name: str) -> Meta | None:

@@ -25,6 +25,7 @@ _PATH = "/v1/responses"
 class ResponsesRequest(Common, kw_only=True):
     """The fields of a request for a response."""
 
+    prompt_fields = ("input", "instructions")
     input: Any
     instructions: str | None = None
     max_output_tokens: Positive | None = None
@@ -66,11 +67,8 @@ _ITEMS = "message, function_call, function_call_output or reasoning"
 
 
 def _prepare(front: Front, exchange: Exchange, body: bytes) -> Answer:
-    request = decode(front, body, ResponsesRequest, _REFUSED)
-    exchange.prompt_field = "input"
+    request = decode(front, exchange, body, ResponsesRequest, _REFUSED)
     _check(front, request)
-    if front.options.log_prompts:
-        exchange.log |= {"instructions": request.instructions, "input": request.input}
     tools, ignored = _read_tools(front, request.tools or []), dict[str, None]()
     messages = _messages(request.input, request.instructions, ignored)
     front.note_unknown(list(ignored), "unsupported parts of requests")

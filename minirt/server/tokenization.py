@@ -44,7 +44,7 @@ async def tokenize(front: Front, exchange: Exchange) -> None:
 
 def _tokenize(front: Front, exchange: Exchange, body: bytes) -> dict[str, Any]:
     processor, info = front.check_ready()
-    request = decode(front, body, TokenizeRequest)
+    request = decode(front, exchange, body, TokenizeRequest)
     exchange.prompt_field = "prompt" if request.messages is None else "messages"
     tokenizer = processor.text()
     if (request.prompt is None) == (request.messages is None):
@@ -63,12 +63,12 @@ def _tokenize(front: Front, exchange: Exchange, body: bytes) -> dict[str, Any]:
 
 async def detokenize(front: Front, exchange: Exchange) -> None:
     body = await front.body(exchange)
-    await exchange.answer({"prompt": await front.aside(len(body), _detokenize, front, body)})
+    await exchange.answer({"prompt": await front.aside(len(body), _detokenize, front, exchange, body)})
 
 
-def _detokenize(front: Front, body: bytes) -> str:
+def _detokenize(front: Front, exchange: Exchange, body: bytes) -> str:
     processor, info = front.check_ready()
-    request = decode(front, body, DetokenizeRequest)
+    request = decode(front, exchange, body, DetokenizeRequest)
     for i, token in enumerate(request.tokens):
         if not 0 <= token < info.vocab_size:
             expected = f"an integer from 0 to {info.vocab_size - 1}"

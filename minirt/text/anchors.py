@@ -109,16 +109,12 @@ class Anchor:
         for _ in range(int(least)):
             self._compile(body)
         splits = []
-        if most is ops.MAXREPEAT:
+        for _ in range(1 if most is ops.MAXREPEAT else int(most) - int(least)):
             splits.append(len(program))
             program.append(("split", 0, 0))
             self._compile(body)
+        if most is ops.MAXREPEAT:
             program.append(("jump", splits[0]))
-        else:
-            for _ in range(int(most) - int(least)):
-                splits.append(len(program))
-                program.append(("split", 0, 0))
-                self._compile(body)
         for split in splits:
             ways = (split + 1, len(program))
             program[split] = ("split", *(reversed(ways) if lazy else ways))

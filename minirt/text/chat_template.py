@@ -55,14 +55,9 @@ class ChatTemplate:
         self.tool_source = None if self._tool is None else self._tool.source
 
     def render(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        variables: Mapping[str, Any] = _NOTHING,
-    ) -> str:
+        self, messages: list[dict[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True, continue_final_message: bool = False, variables: Mapping[str, Any] = _NOTHING,
+    ) -> str:  # fmt: skip
         """Render `messages` as one text.
 
         Args:
@@ -71,7 +66,7 @@ class ChatTemplate:
             add_generation_prompt: end with the assistant's header.
             continue_final_message: end with the content of the last message, so that the model continues it. Excludes
                 `add_generation_prompt`.
-            variables: more variables of the template, such as enable_thinking.
+            variables: further variables of the template, such as enable_thinking.
         Raises:
             InputError: `messages` is not such a list, or an option is wrong.
             TokenizerError: there is no template, or the template fails, rejects the messages, renders nothing, or takes more

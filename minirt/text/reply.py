@@ -173,14 +173,6 @@ def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))))
 
 
-def space_end(text: str, start: int = 0, others: str = "") -> int:
-    """The end of the white space, and of the characters of `others`, that `text` has at `start`."""
-    end = start
-    while end < len(text) and (text[end].isspace() or text[end] in others):
-        end += 1
-    return end
-
-
 State = Callable[[], list[Event] | None]
 
 
@@ -220,7 +212,9 @@ class StatefulParser:
 
     def _skip_space(self, others: str = "") -> None:
         """White space and the characters of `others` that come next are kept in `_space`."""
-        end = space_end(self._text, self._at, others)
+        end = self._at
+        while end < len(self._text) and (self._text[end].isspace() or self._text[end] in others):
+            end += 1
         self._space.append(self._text[self._at : end])
         self._at = end
 

@@ -338,11 +338,7 @@ class NamedCallParser(_CallParser):
         self._name, self._state = name, self._beginning
 
     def _beginning(self) -> list[Event] | None:
-        marker = self._next("{")
-        if marker == "":
-            self._state = self._outside
-            return []
-        return self._begin_arguments(self._name) if marker else None
+        return self._take({"{": partial(self._begin_arguments, self._name)})
 
     def _outside(self) -> list[Event] | None:
         return self._content(())[0] or None

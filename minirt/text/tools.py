@@ -246,15 +246,9 @@ def call_schema(tools: Sequence[Tool], parallel: bool) -> dict[str, Any]:
     if not tools:
         raise InputError('"required" needs tools', where="tool_choice")
     definitions: dict[str, Any] = {}
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": tool.name}, "arguments": _embedded(tool, definitions)},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for tool in tools
-    ]
+    fields = ({"name": {"const": tool.name}, "arguments": _embedded(tool, definitions)} for tool in tools)
+    rest = {"required": ["name", "arguments"], "additionalProperties": False}
+    calls = [{"type": "object", "properties": properties} | rest for properties in fields]
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     return schema | ({} if parallel else {"maxItems": 1}) | ({"$defs": definitions} if definitions else {})
 
