@@ -83,7 +83,7 @@ def _load(connection: _Connection, start: wire.Start) -> Generator:
         import_file(file)
     options = LoadOptions(**start.options)
     files = find(options.model, options.revision, need_weights=not options.random_weights, progress=start.progress).files
-    connection.send(wire.Found(str(files.folder) if files else None))
+    connection.send(wire.ModelFiles(str(files.folder) if files else None))
     with load_bars(start.progress) as progress:
         generator = Generator.from_pretrained(options, progress=progress)
     kept = {}
@@ -112,16 +112,14 @@ class _Server:
     def __init__(self, connection: _Connection, generator: Generator) -> None:
         self._connection, self._thread, self._sender = connection, generator._engine, _Sender(connection)
 
-    def handle(self, message: wire.Submit | wire.Abort | wire.AskStats | wire.AskTokens) -> None:
+    def handle(self, message: wire.Submit | wire.Abort | wire.Ask) -> None:
         match message:
             case wire.Submit():
                 self._submit(message.whole())
             case wire.Abort(request_ids=request_ids):
                 self._thread.abort(request_ids)
-            case wire.AskStats():
-                self._thread.ask(lambda engine: wire.Stats(engine.stats), self._connection.send)
-            case wire.AskTokens(request_ids=request_ids):
-                self._thread.ask(lambda engine: wire.Tokens(list(map(engine.num_tokens, request_ids))), self._connection.send)
+            case wire.Ask(request_ids=ids):
+                self._thread.ask(lambda engine: wire.Answer(engine.stats, [*map(engine.num_tokens, ids)]), self._connection.send)
 
     def _submit(self, requests: Sequence[Request]) -> None:
         """Add the requests of one call, or refuse all of them: they have the same prompt, or belong together."""

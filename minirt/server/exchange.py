@@ -68,19 +68,18 @@ class Exchange:
             what, shown = "bodies that are compressed are not supported", coding.decode("latin-1")[:80]
             raise HTTPError(415, what, param="content-encoding", found=shown)
         stated = self.header(b"content-length") or b"0"
-        size, parts = int(stated) if stated.isdigit() else 0, []
+        size, parts = int(stated) if stated.isdigit() else 0, list[bytes]()
+        received, goes_on = 0, True
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                goes_on = size <= limit
-                size = size if not goes_on else 0
                 while goes_on and size <= limit:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
                         self.disconnected = True
                         raise HTTPError(499, "the client has gone")
                     parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    goes_on = message.get("more_body", False)
+                    received += len(parts[-1])
+                    size, goes_on = max(size, received), message.get("more_body", False)
         except TimeoutError:
             raise HTTPError(408, "the body did not arrive in time", expected=f"{BODY_SECONDS} s") from None
         if size > limit:

@@ -36,7 +36,7 @@ class RemoteEngine(asyncio.Protocol):
         self._sinks = Sinks()
         self._ids = itertools.count()
         self._frames = wire.Frames()
-        self._asking: list[asyncio.Future[Any]] = []  # answers come in the order of the questions
+        self._asking: list[asyncio.Future[wire.Answer]] = []  # answers come in the order of the questions
         self._transport: asyncio.Transport | None = None
         self._process: subprocess.Popen | None = None
 
@@ -100,18 +100,18 @@ class RemoteEngine(asyncio.Protocol):
 
     async def stats(self) -> EngineStats:
         """Ask for the engine's state. It answers between two steps."""
-        return await self._ask(wire.AskStats())
+        return (await self._ask([])).stats
 
     async def num_tokens(self, request_ids: list[int]) -> list[int]:
         """Ask how many tokens requests have generated; 0 if a request has ended. The engine answers between two steps."""
-        return await self._ask(wire.AskTokens(request_ids))
+        return (await self._ask(request_ids)).counts
 
-    async def _ask(self, question: wire.AskStats | wire.AskTokens) -> Any:
+    async def _ask(self, request_ids: list[int]) -> wire.Answer:
         if self._failure is not None:
             raise self._failure.copy()
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[wire.Answer] = asyncio.get_running_loop().create_future()
         self._asking.append(answer)
-        self._send(question)
+        self._send(wire.Ask(request_ids))
         return await answer
 
     async def stop(self) -> None:
@@ -149,11 +149,11 @@ class RemoteEngine(asyncio.Protocol):
         match message:
             case wire.Step(outputs=outputs):
                 self._sinks.deliver(outputs)
-            case wire.Stats(stats=answer) | wire.Tokens(counts=answer):
+            case wire.Answer():
                 question = self._asking.pop(0)
                 if not question.done():
-                    question.set_result(answer)
-            case wire.Found(folder=folder) if not self.folder.done():  # else nobody waits any longer
+                    question.set_result(message)
+            case wire.ModelFiles(folder=folder) if not self.folder.done():  # else nobody waits any longer
                 self.folder.set_result(folder)
             case wire.Ready() if not self.ready.done():
                 self.ready.set_result(message)

@@ -18,7 +18,7 @@ _MAX_PROGRAM = 5000
 _MAX_RESCANS = 16  # how often each character may be looked at to find all matches, on average
 
 
-class Found(NamedTuple):
+class Match(NamedTuple):
     """A match, with the texts of its named groups."""
 
     start: int
@@ -51,7 +51,7 @@ class Anchor:
         """The named groups."""
         return set(self._names.values()) if self.program else set()
 
-    def find_all(self, text: str) -> Iterator[Found]:
+    def find_all(self, text: str) -> Iterator[Match]:
         """All matches, one after the other.
 
         Raises:
@@ -164,10 +164,10 @@ class AnchorSearch:
 
     def _restart(self, place: int) -> None:
         self.place = place  # no match begins before it, but those of `_best` and `_threads`
-        self._best: Found | None = None
+        self._best: Match | None = None
         self._threads: list[tuple[int, int, dict]] = []  # (instruction, start of the match, saved places), best first
 
-    def next(self, text: str, base: int, start: int, final: bool) -> tuple[Found | None, int]:
+    def next(self, text: str, base: int, start: int, final: bool) -> tuple[Match | None, int]:
         """The first match from `start` on, and the place from which text must be kept, because a match may have begun there.
 
         Args:
@@ -181,7 +181,7 @@ class AnchorSearch:
         self.place = max(self.place, start)
         return self._literal(text, base, final) if self._anchor.literals else self._pattern(text, base, final)
 
-    def _literal(self, text: str, base: int, final: bool) -> tuple[Found | None, int]:
+    def _literal(self, text: str, base: int, final: bool) -> tuple[Match | None, int]:
         literals = self._anchor.literals
         kept = len(text) - (0 if final else held_length(text, literals, self.place - base))
         place, literal = first_marker(text, literals, self.place - base)
@@ -189,9 +189,9 @@ class AnchorSearch:
             self.place = base + (place if literal else kept)
             return None, base + kept
         self.place = base + place
-        return Found(base + place, base + place + len(literal), {}), base + kept
+        return Match(base + place, base + place + len(literal), {}), base + kept
 
-    def _pattern(self, text: str, base: int, final: bool) -> tuple[Found | None, int]:
+    def _pattern(self, text: str, base: int, final: bool) -> tuple[Match | None, int]:
         anchor, end = self._anchor, base + len(text)
         while self._best is None or self._threads:
             place, threads = self.place, self._threads
@@ -206,7 +206,7 @@ class AnchorSearch:
                 kind = anchor.program[instruction]
                 if kind[0] == "match":
                     groups = {name: text[a - base : b - base] for name, (a, b) in saved.items() if b >= 0}
-                    self._best = Found(begun, place, groups)
+                    self._best = Match(begun, place, groups)
                     break
                 if place == end:
                     following.append((instruction, begun, saved))  # waits for the next character

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from minirt.errors import UnsupportedError, quoted, shortened
-from minirt.text.anchors import Anchor, AnchorSearch, Found
+from minirt.text.anchors import Anchor, AnchorSearch, Match
 from minirt.text.json_checker import escaped, is_unicode, json_text
 from minirt.text.reply import Calls, ContentDelta, Event, ReasoningDelta, Trimmer, content
 from minirt.text.tools import Tool, number_json, typed_json
@@ -312,7 +312,7 @@ class ResponseTemplateParser:
             if opened is not None:
                 self._region = _Region(opened, match.groups, marker)
 
-    def _next(self, final: bool) -> tuple[Found | None, _Field | None, int]:
+    def _next(self, final: bool) -> tuple[Match | None, _Field | None, int]:
         """The next anchor, the field that it opens (None: it closes one), and how much of the text can be used without it."""
         inside = self._region.field
         watched: list[tuple[Anchor, _Field | None]] = []

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 from minirt.errors import InputError, UnsupportedError, quoted, shortened
@@ -145,10 +145,7 @@ class _Types:
         values = schema.get("enum", [schema["const"]] if "const" in schema else [])
         limits.append([_type_of(value) for value in values] if isinstance(values, list) else [])
         limits = [kinds for kinds in limits if kinds] or [[kind] for kind, keywords in _IMPLIED if keywords & schema.keys()][:1]
-        result = limits[0] if limits else None
-        for kinds in limits[1:]:
-            result = _common(result or [], kinds)
-        result = None if result is None else [*dict.fromkeys(result)]
+        result = [*dict.fromkeys(reduce(_common, limits))] if limits else None
         return [*(result or ()), "null"] if schema.get("nullable") is True else result
 
     def of_argument(self, name: str) -> tuple[str, ...]:
