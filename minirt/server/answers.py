@@ -17,7 +17,7 @@ from minirt.server.conversation import Prepared, ReplyReader
 from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
 from minirt.server.generation import Choice, Generation
-from minirt.server.protocol import Sampling
+from minirt.server.protocol import Sampling, StreamOptions
 from minirt.text.reply import ContentDelta, Event, ReasoningDelta, ToolCallStart
 from minirt.text.tokenizer import Tokenizer
 
@@ -126,11 +126,12 @@ class ChoicesAnswer(Answer):
     ) -> None:  # fmt: skip
         super().__init__(call, request.stream)
         self.fields = fields | {"created": int(time.time()), "model": front.options.names[0]}
-        self.tokenizer, self.wants_logprobs, self.parses, self._options = tokenizer, wants_logprobs, parses, request
+        self.tokenizer, self.wants_logprobs, self.parses = tokenizer, wants_logprobs, parses
         self.start = b"data: " + encode_json(self.fields | {"object": chunk})[:-1] + b',"choices":['
         self._heads = [self.start + b'{"index":%d,%b' % (index, before) for index in range(len(call.streams))]
         self._after, self._tail = after, after + b',"logprobs":null,"finish_reason":null}]}\n\n'
-        self._continuous = request.continuous_usage
+        usage = request.stream_options or StreamOptions()
+        self._continuous, self._tells_usage = usage.continuous_usage_stats, usage.include_usage or usage.continuous_usage_stats
         self._is_plain, self._without_text = not (wants_logprobs or self._continuous), tokenizer is None
         self._num_sent = [0] * len(call.streams)  # tokens whose log-probabilities were sent
 
@@ -190,7 +191,7 @@ class ChoicesAnswer(Answer):
 
     def end(self) -> bytes:
         done = b"data: [DONE]\n\n"
-        if not self._options.include_usage:
+        if not self._tells_usage:
             return done
         return b"".join((self.start, b'],"usage":', encode_json(usage_of(self.call)), b"}\n\n", done))
 
@@ -216,9 +217,13 @@ class ReplyAnswer(Answer):
     def add(self, choice: Choice) -> list[bytes]:
         return list(map(self.encode, self.grow(self._reader.read(choice.text, choice.finish_reason is not None))))
 
-    def read_whole(self) -> None:
-        """Add the parts of a reply that has ended."""
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         self.grow(self._reader.read(self.completion.text, ended=True))
+        return self.message()
+
+    def message(self) -> dict[str, Any]:
+        """The body of the answer, whose reply has ended."""
+        raise NotImplementedError
 
     def grow(self, events: Iterable[Event]) -> list[StreamEvent]:
         """Add events of the reply to the parts. Returns the stream's events."""

@@ -71,7 +71,7 @@ _TYPES = {
 
 def error_type(status: int, others: Mapping[int, str] = {}) -> str:
     """OpenAI's type of an error. `others`: those of another API, by their statuses."""
-    types = _TYPES | others
+    types = {**_TYPES, **others}
     return types.get(status, "invalid_request_error" if status < 500 else types[500])
 
 
@@ -100,12 +100,6 @@ def param_of(error: MinirtError, prompt_field: str | None) -> str | None:
         return None
     named = re.fullmatch(r"[a-z_]+(\.[a-z_]+|\[[0-9]+\])*", name) and not name.startswith("prompts[")
     return name if named else prompt_field
-
-
-def retry_after(error: MinirtError) -> int | None:
-    if isinstance(error, HTTPError):
-        return error.retry_after
-    return 1 if isinstance(error, QueueFullError) else None
 
 
 def error_fields(error: MinirtError, prompt_field: str | None = None) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from minirt.errors import MinirtError
-from minirt.server.errors import HTTPError, error_body, retry_after, status_of
+from minirt.errors import MinirtError, QueueFullError
+from minirt.server.errors import HTTPError, error_body, status_of
 from minirt.server.json_size import check_size
 
 BODY_SECONDS = 60  # how long the upload of a body may take
@@ -139,7 +139,8 @@ class Exchange:
                 self.drop()
             return
         headers = []
-        if (seconds := retry_after(error)) is not None:
+        seconds = error.retry_after if isinstance(error, HTTPError) else 1 if isinstance(error, QueueFullError) else None
+        if seconds is not None:
             headers.append((b"retry-after", str(seconds).encode()))
         if isinstance(error, HTTPError) and error.status in (408, 413):  # the rest of the body is not read
             headers.append((b"connection", b"close"))

@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 import msgspec
 
 from minirt.errors import MinirtError
-from minirt.outputs import Completion
 from minirt.server import protocol
 from minirt.server.answers import Answer, ReplyAnswer, StreamEvent, endpoint, named_event, usage_of
 from minirt.server.conversation import Conversation, Prepared, prepare, read_parts, render, template_variables
@@ -310,8 +309,7 @@ class _MessageAnswer(ReplyAnswer):
         self._stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
         self._max_tokens = request.max_tokens
 
-    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        self.read_whole()
+    def message(self) -> dict[str, Any]:
         self.end_part()
         return self._message(self.parts) | self._ending()
 

@@ -82,15 +82,6 @@ class Sampling(Common, kw_only=True):
     response_format: Any = None
 
     @property
-    def include_usage(self) -> bool:
-        options = self.stream_options
-        return options is not None and bool(options.include_usage or options.continuous_usage_stats)
-
-    @property
-    def continuous_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
-
-    @property
     def grammar(self) -> Any:
         """See `answer_form`."""
         return answer_form(self.response_format, self.structured_outputs, "response_format", schema_field="json_schema.schema")

@@ -235,8 +235,7 @@ class _ResponseAnswer(ReplyAnswer):
             "top_p": sampling.top_p, "truncation": "disabled", "user": request.user,
         }  # fmt: skip
 
-    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        self.read_whole()
+    def message(self) -> dict[str, Any]:
         self._end()
         return self._response()
 
@@ -291,7 +290,7 @@ class _ResponseAnswer(ReplyAnswer):
         return named_event(event | {"sequence_number": self._num_events - 1})
 
     def open_part(self, call: ToolCallStart | None) -> list[StreamEvent]:
-        prefix, fields = "msg", {"type": "message", "role": "assistant", "content": []}
+        prefix, fields = "msg", dict[str, Any](type="message", role="assistant", content=[])
         if call is not None:
             prefix, fields = "fc", {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": ""}
         elif self.kind == "reasoning":

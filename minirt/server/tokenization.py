@@ -50,11 +50,10 @@ def _tokenize(front: Front, exchange: Exchange, body: bytes) -> dict[str, Any]:
     if (request.prompt is None) == (request.messages is None):
         raise bad_field("prompt", "either prompt or messages must be given")
     if request.prompt is None:
-        tokens = render(front, conversation_of(front, request, read_tools(request.tools or [])))
-    elif request.add_special_tokens is False:
-        tokens = tokenizer.encode_plain(request.prompt, info.max_len)
+        tokens: list[int] = render(front, conversation_of(front, request, read_tools(request.tools or [])))
     else:
-        tokens = tokenizer.encode(request.prompt, info.max_len)
+        encode = tokenizer.encode_plain if request.add_special_tokens is False else tokenizer.encode
+        tokens = encode(request.prompt, info.max_len)
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": info.max_len, "tokens": tokens}
     if request.return_token_strs:
         answer["token_strs"] = [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens]

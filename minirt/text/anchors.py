@@ -27,7 +27,11 @@ class Match(NamedTuple):
 
 
 class Anchor:
-    """Literals, of which any counts, or a regular expression in which a dot also stands for a newline."""
+    """Literals, of which any counts, or a regular expression in which a dot also stands for a newline.
+
+    Attributes:
+        names: the named groups, by their numbers.
+    """
 
     def __init__(self, literals: Sequence[str] = (), pattern: str | None = None) -> None:
         """
@@ -36,20 +40,16 @@ class Anchor:
         """
         self.literals = list(literals)
         self.program: list[tuple] = []
+        self.names: dict[int, str] = {}
         self._first: dict[str, bool] = {}  # character → whether a match can begin with it
         if pattern is None:
             return
         tree = parsed(pattern)
-        self._names = {number: name for name, number in tree.state.groupdict.items()}
+        self.names = {number: name for name, number in tree.state.groupdict.items()}
         self._compile(tree)
         self.program.append(("match",))
         if AnchorSearch(self).next("", 0, 0, final=True)[0] is not None:
             raise UnsupportedError("the pattern can match nothing", found=pattern)
-
-    @property
-    def names(self) -> set[str]:
-        """The named groups."""
-        return set(self._names.values()) if self.program else set()
 
     def find_all(self, text: str) -> Iterator[Match]:
         """All matches, one after the other.
@@ -74,7 +74,7 @@ class Anchor:
             if len(program) > _MAX_PROGRAM:
                 raise UnsupportedError("the pattern is too large")
             if operation is ops.SUBPATTERN:
-                name = self._names.get(argument[0])
+                name = self.names.get(argument[0])
                 program += [("save", name, 0)] if name else []
                 self._compile(argument[3])
                 program += [("save", name, 1)] if name else []

@@ -14,6 +14,7 @@ _MAX_DEPTH = 200
 _MAX_SCALAR = 500  # characters of a number
 
 _VALUE, _VALUE_OR_END, _KEY, _KEY_OR_END, _COLON, _AFTER = range(6)
+_EXPECTED = {_VALUE: "value", _VALUE_OR_END: "value", _KEY: "key", _KEY_OR_END: "key", _COLON: "colon"}
 
 
 class JsonChecker:
@@ -46,18 +47,9 @@ class JsonChecker:
         return not self.in_string and not self.scalar and self._state in (_AFTER, _VALUE_OR_END, _KEY_OR_END)
 
     @property
-    def expects_value(self) -> bool:
-        return not self.in_string and not self.scalar and self._state in (_VALUE, _VALUE_OR_END)
-
-    @property
-    def expects_item(self) -> bool:
-        """Whether a key or a value comes next."""
-        return not self.in_string and not self.scalar and self._state in (_VALUE, _VALUE_OR_END, _KEY, _KEY_OR_END)
-
-    @property
-    def expects_colon(self) -> bool:
-        """Whether a key has just ended."""
-        return not self.in_string and self._state == _COLON
+    def expects(self) -> str:
+        """What comes next: "key", "colon" or "value"; "": a string or a scalar goes on, or nothing of these comes."""
+        return "" if self.in_string or self.scalar else _EXPECTED.get(self._state, "")
 
     def push(self, character: str) -> bool:
         """Add a character. Returns False if it cannot be there; the checker is of no use afterwards."""

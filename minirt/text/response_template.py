@@ -156,7 +156,7 @@ def _reader(name: object, arguments: Mapping[str, Any], place: str, depth: int =
             return lambda text: _lines(text, line, pair, strip, value)
         case "xml-inline":
             tag, merge = _anchor(arguments, inside, "", "tag_pattern"), arguments.get("merge_duplicates", False) is True
-            if tag is None or "key" not in tag.names:
+            if tag is None or "key" not in tag.names.values():
                 raise UnsupportedError("has no group named key", where=f"{inside}.tag_pattern")
             return lambda text: _tags(text, tag, value, merge)
     raise UnsupportedError("unknown content", where=f"{place}.content", found=shortened(name, 40))

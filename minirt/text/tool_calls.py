@@ -71,8 +71,9 @@ class _CallReader:
         checker = self._json
         if checker.depth == 0 and not character.isspace() and character != "{":
             return _BAD
-        if checker.depth == 1 and checker.expects_item and not character.isspace() and character != "}":
-            if checker.expects_value and not self._value_begins(character, events):
+        item = checker.expects if checker.depth == 1 else ""
+        if item in ("key", "value") and not character.isspace() and character != "}":
+            if item == "value" and not self._value_begins(character, events):
                 return _BAD
             self._part = [] if character in '"[{' else None
         if not checker.push(character):
@@ -99,7 +100,7 @@ class _CallReader:
     def _complete(self, events: list[Event]) -> bool:
         """A key or a value is complete. Returns whether it can belong to a call."""
         text, self._part = "".join(self._part or []), None
-        if self._json.expects_colon:
+        if self._json.expects == "colon":
             self._key = _string(text)
             return self._key is not None and (self._names is None or self._key in _CALL_KEYS)
         if self._streams:

@@ -145,7 +145,8 @@ class _Types:
         values = schema.get("enum", [schema["const"]] if "const" in schema else [])
         limits.append([_type_of(value) for value in values] if isinstance(values, list) else [])
         limits = [kinds for kinds in limits if kinds] or [[kind] for kind, keywords in _IMPLIED if keywords & schema.keys()][:1]
-        result = [*dict.fromkeys(reduce(_common, limits))] if limits else None
+        common: list[str] = reduce(_common, limits) if limits else []
+        result = [*dict.fromkeys(common)] if limits else None
         return [*(result or ()), "null"] if schema.get("nullable") is True else result
 
     def of_argument(self, name: str) -> tuple[str, ...]:
