@@ -70,7 +70,7 @@ def _check(request: ChatRequest) -> None:
 def conversation_of(front: Front, request: Any, tools: Sequence[Tool]) -> Conversation:
     """A request's conversation. `request` has the fields of the chat template, as `ChatRequest` has."""
     messages = known_messages(request.messages, front)
-    hints = {"reasoning_effort": request.reasoning_effort, "verbosity": request.verbosity}
+    hints = {name: (getattr(request, name), name) for name in ("reasoning_effort", "verbosity")}
     variables = template_variables(front, request.chat_template_kwargs, hints)
     continues = bool(request.continue_final_message)
     if continues and messages[-1]["role"] != "assistant":

@@ -11,7 +11,7 @@ from minirt.server.errors import bad_field, shown
 from minirt.server.exchange import Exchange
 from minirt.server.front import Front
 from minirt.server.protocol import MAX_VARIABLES, Common, check_texts, sampling_params
-from minirt.text.messages import checked_messages, object_at
+from minirt.text.messages import checked_messages, object_at, text_at
 from minirt.text.reply import ContentDelta, Event, Parser, ReasoningDelta, ReplyParser
 from minirt.text.reply_format import ReplyFormat
 from minirt.text.tokenizer import ChatTokens, Tokenizer
@@ -91,28 +91,28 @@ class ReplyReader:
 
 
 def template_variables(
-    front: Front, given: Mapping[str, Any] | None, hints: Mapping[str, str | None], renamed: Mapping[str, str] = {}
+    front: Front, given: Mapping[str, Any] | None, hints: Mapping[str, tuple[Any, str]]
 ) -> dict[str, Any]:
     """The variables of the chat template that a request sets. Those that the template does not use are noted in the log.
 
     Args:
         given: `chat_template_kwargs`.
-        hints: variables that have fields of their own in requests: reasoning_effort and verbosity. Clients send them to any
-            model, so the template need not use them. A reasoning_effort of "none" then turns off enable_thinking.
-        renamed: names of hints → the names of their fields, for the log.
+        hints: variables that have fields of requests: their values and the names of these fields. Clients send them to any model,
+            so the template need not use them. A reasoning_effort of "none" then turns off enable_thinking.
     """
     tokenizer, variables = front.check_ready()[0].text(), dict(given or {})
     check_texts("chat_template_kwargs", list(variables), MAX_VARIABLES)
     front.note_unknown([f"chat_template_kwargs.{name}" for name in variables if not tokenizer.template_uses(name)])
-    for name, hint in hints.items():
+    for name, (hint, place) in hints.items():
         if hint is None:
             continue
+        text_at(hint, place)
         if tokenizer.template_uses(name):
             variables[name] = hint
         elif (name, hint) == ("reasoning_effort", "none") and tokenizer.template_uses("enable_thinking"):
             variables.setdefault("enable_thinking", False)
         else:
-            front.note_unknown([renamed.get(name, name)], "fields that the chat template does not use")
+            front.note_unknown([place], "fields that the chat template does not use")
     return variables
 
 

@@ -107,10 +107,10 @@ def _load(connection: _Connection, start: wire.Start) -> Generator:
 
 
 class _Server:
-    """Carries out the front's messages on a generator's engine."""
+    """Carries out the front's messages on a generator's engine, and is the sink of all requests."""
 
     def __init__(self, connection: _Connection, generator: Generator) -> None:
-        self._connection, self._thread, self._sender = connection, generator._engine, _Sender(connection)
+        self._connection, self._thread = connection, generator._engine
 
     def handle(self, message: wire.Submit | wire.Abort | wire.Ask) -> None:
         match message:
@@ -126,19 +126,13 @@ class _Server:
         try:
             for request in requests:
                 self._thread.check(request, compiles=False)  # a grammar must not delay the messages after it
-            self._thread.submit(requests, self._sender)
+            self._thread.submit(requests, self)
         except Exception as error:
             refusal = named(error, "the request cannot be checked")
             self._connection.send(wire.Step([TokenOutput(request.id, (), "error", refusal) for request in requests]))
 
-
-class _Sender:
-    """The sink of all requests: sends outputs to the front. Ends the process after the front has ended or the GPU has failed."""
-
-    def __init__(self, connection: _Connection) -> None:
-        self._connection = connection
-
     def put(self, outputs: list[TokenOutput]) -> None:
+        """Send outputs to the front. Ends the process after the front has ended or the GPU has failed."""
         try:
             self._connection.send(wire.Step(outputs))
         except OSError:  # the front has ended

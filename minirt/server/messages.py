@@ -230,9 +230,8 @@ def _variables(front: Front, request: CountTokensRequest, ignored: dict[str, Non
     """The variables of the chat template. Clients send `thinking` and `effort` to any model, so those are ignored if unknown."""
     tokenizer, config = front.check_ready()[0].text(), request.output_config or {}
     _note(config, {"format", "effort"}, "output_config", ignored)
-    effort = None if config.get("effort") is None else text_at(config["effort"], "output_config.effort")
-    name, hints = {"reasoning_effort": "output_config.effort"}, {"reasoning_effort": effort}
-    variables = template_variables(front, request.chat_template_kwargs, hints, name)
+    hints = {"reasoning_effort": (config.get("effort"), "output_config.effort")}
+    variables = template_variables(front, request.chat_template_kwargs, hints)
     switch = _switch(request.thinking or {}, ignored)
     if switch is not None and tokenizer.template_uses("enable_thinking"):
         variables["enable_thinking"] = switch

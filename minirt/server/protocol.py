@@ -145,19 +145,12 @@ def _is_neutral(name: str, value: Any) -> bool:
     return value is None or any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral)
 
 
-def _decode_json(body: bytes) -> dict[str, Any]:
-    try:
-        value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise HTTPError(400, f"the body is not JSON: {error}", param="body") from None
-    if not isinstance(value, dict):
-        raise HTTPError(400, "the body is not a JSON object", param="body", found=type(value).__name__)
-    return value
-
-
 def decode(front: Front, exchange: Exchange, body: bytes, kind: type[Body], refused: Refused = REFUSED) -> Body:
     """A body as a request of this kind for this model, with checked types and limits. `refused`: the fields that are refused."""
-    value = _decode_json(body)
+    try:
+        value = object_at(msgspec.json.decode(body), "body", "not a JSON object")
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise HTTPError(400, f"the body is not JSON: {error}", param="body") from None
     known = _fields(kind)
     unknown = []
     for name in value.keys() - known.keys():

@@ -72,11 +72,13 @@ def _prepare(front: Front, exchange: Exchange, body: bytes) -> Answer:
     tools, ignored = _read_tools(front, request.tools or []), dict[str, None]()
     messages = _messages(request.input, request.instructions, ignored)
     front.note_unknown(list(ignored), "unsupported parts of requests")
+    text, effort = request.text or {}, (request.reasoning or {}).get("effort")
+    hints = {"reasoning_effort": (effort, "reasoning.effort"), "verbosity": (text.get("verbosity"), "text.verbosity")}
     conversation = Conversation(
         messages, tools, _tool_choice(request.tool_choice), request.parallel_tool_calls is not False,
-        _variables(front, request), truncates=request.truncate_prompt_tokens is not None,
+        template_variables(front, request.chat_template_kwargs, hints), truncates=request.truncate_prompt_tokens is not None,
     )  # fmt: skip
-    grammar = answer_form((request.text or {}).get("format"), request.structured_outputs, "text.format")
+    grammar = answer_form(text.get("format"), request.structured_outputs, "text.format")
     prepared = prepare(
         front, exchange, conversation, request, {"max_tokens": "max_output_tokens"}, max_tokens=request.max_output_tokens,
         grammar=grammar, grammar_field="text.format",
@@ -118,16 +120,6 @@ def _tool_choice(choice: Any) -> Any:
     if isinstance(choice, dict) and choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice
-
-
-def _variables(front: Front, request: ResponsesRequest) -> dict[str, Any]:
-    """The variables of the chat template."""
-    hints = {"reasoning_effort": (request.reasoning or {}).get("effort"), "verbosity": (request.text or {}).get("verbosity")}
-    fields = {"reasoning_effort": "reasoning.effort", "verbosity": "text.verbosity"}
-    for name, hint in hints.items():
-        if hint is not None:
-            text_at(hint, fields[name])
-    return template_variables(front, request.chat_template_kwargs, hints, fields)
 
 
 # --- input items become messages ---

@@ -61,8 +61,7 @@ def _tokenize(front: Front, exchange: Exchange, body: bytes) -> dict[str, Any]:
 
 
 async def detokenize(front: Front, exchange: Exchange) -> None:
-    body = await front.body(exchange)
-    await exchange.answer({"prompt": await front.aside(len(body), _detokenize, front, exchange, body)})
+    await exchange.answer({"prompt": await front.read(exchange, _detokenize)})
 
 
 def _detokenize(front: Front, exchange: Exchange, body: bytes) -> str:

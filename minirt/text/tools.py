@@ -99,6 +99,7 @@ def _checked_tool(value: dict[str, Any], name_at: str, parameters_at: str) -> To
 
 # --- values that are written as plain text ---
 
+_TYPE_OF = {bool: "boolean", str: "string", int: "integer", float: "number", list: "array", dict: "object"}
 _IMPLIED = (  # types of which a schema speaks that does not name one
     ("object", {"properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties"}),
     ("array", {"items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems", "contains"}),
@@ -143,7 +144,7 @@ class _Types:
         if isinstance(schema.get("$ref"), str):
             limits.append(self.of(self._target(schema["$ref"]), depth) or [])
         values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-        limits.append([_type_of(value) for value in values] if isinstance(values, list) else [])
+        limits.append([_TYPE_OF.get(type(value), "null") for value in values] if isinstance(values, list) else [])
         limits = [kinds for kinds in limits if kinds] or [[kind] for kind, keywords in _IMPLIED if keywords & schema.keys()][:1]
         common: list[str] = reduce(_common, limits) if limits else []
         result = [*dict.fromkeys(common)] if limits else None
@@ -187,11 +188,6 @@ def _covers(pattern: Any, name: str) -> bool:
         return isinstance(pattern, str) and matches(rf"[\s\S]*(?:{pattern})", name)
     except UnsupportedError:
         return False
-
-
-def _type_of(value: Any) -> str:
-    names = {bool: "boolean", str: "string", int: "integer", float: "number", list: "array", dict: "object"}
-    return names.get(type(value), "null")
 
 
 def typed_json(text: str, kinds: Sequence[str]) -> str:
