@@ -50,10 +50,11 @@ def named(error: Exception, what: str) -> MinirtError:
     return unforeseen
 
 
-def check_choice(param: str, value: object, options: Collection[str], what: str = "not an acceptable value") -> None:
-    """Raise 400 unless a value is one of these texts."""
+def check_choice(param: str, value: object, options: Collection[str], what: str = "not an acceptable value") -> str:
+    """The value, if it is one of these texts. Else 400."""
     if not isinstance(value, str) or value not in options:
         raise bad_field(param, what, expected=" or ".join(options), found=shown(value))
+    return value
 
 
 def shown(value: object) -> str:

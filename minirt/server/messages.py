@@ -116,51 +116,48 @@ def _messages(request: CountTokensRequest, ignored: dict[str, None]) -> list[dic
     if not request.messages:
         raise bad_field("messages", "is empty", expected="at least one message")
     for i, message in enumerate(request.messages):
-        place, role, content = f"messages[{i}]", message.get("role"), message.get("content")
         _note(message, {"role", "content"}, "messages[]", ignored)
-        if content == [] and role != "assistant":  # an empty answer has no blocks
-            raise bad_field(f"{place}.content", "is empty", expected="a text, or at least one block")
-        check_choice(f"{place}.role", role, _KINDS, "not an acceptable role")
-        blocks = _blocks(content, f"{place}.content", _KINDS[str(role)], ignored)
-        for j, block in enumerate(blocks):
-            _add(result, _message(str(role), block, f"{place}.content[{j}]", ignored))
-        if not blocks:
-            _add(result, {"role": role, "content": []})
+        role = check_choice(f"messages[{i}].role", message.get("role"), _KINDS, "not an acceptable role")
+        content, place = message.get("content"), f"messages[{i}].content"
+        if content == [] and role != "assistant":
+            raise bad_field(place, "is empty", expected="a text, or at least one block")
+        for j, block in enumerate(_blocks(content, place, _KINDS[role], ignored)):
+            _add(result, role, block, f"{place}[{j}]", ignored)
+        if content == []:  # an empty answer has no blocks
+            _last(result, role)
     if result[-1].get("tool_calls"):
         what, expected = "ends with a call of a tool", "its tool_result in a message of the user"
         raise bad_field(f"messages[{len(request.messages) - 1}]", what, expected=expected)
     return result
 
 
-def _add(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
-    last = messages[-1] if messages else {}
-    if last.get("role") != message["role"] or message["role"] == "tool":
-        messages.append(message)
+def _add(messages: list[dict[str, Any]], role: str, block: dict[str, Any], place: str, ignored: dict[str, None]) -> None:
+    """Add a block of a message of this role."""
+    if block["type"] == "tool_result":
+        messages.append({"role": "tool", **_result(block, place, ignored)})
         return
-    last["content"] += message["content"]
-    if calls := message.get("tool_calls"):
-        last.setdefault("tool_calls", []).extend(calls)
-    if "reasoning_content" in message:
-        last["reasoning_content"] = "\n".join(filter(None, (last.get("reasoning_content"), message["reasoning_content"])))
-
-
-def _message(role: str, block: dict[str, Any], place: str, ignored: dict[str, None]) -> dict[str, Any]:
-    """A message with one block."""
+    message = _last(messages, role)
     match block["type"]:
-        case "tool_result":
-            return {"role": "tool", **_result(block, place, ignored)}
         case "thinking":
-            return {"role": role, "content": [], "reasoning_content": text_at(block.get("thinking"), f"{place}.thinking")}
+            thought = text_at(block.get("thinking"), f"{place}.thinking")
+            message["reasoning_content"] = "\n".join(filter(None, (message.get("reasoning_content"), thought)))
         case "redacted_thinking":
             ignored["messages[].content[redacted_thinking]"] = None
-            return {"role": role, "content": []}
         case "tool_use":
             if (arguments := block.get("input")) is not None:
                 object_at(arguments, f"{place}.input")
             function = {"name": text_at(block.get("name"), f"{place}.name"), "arguments": arguments}
             call = {"id": text_at(block.get("id"), f"{place}.id"), "type": "function", "function": function}
-            return {"role": role, "content": [], "tool_calls": [call]}
-    return {"role": role, "content": [_text_part(block, place)]}
+            message.setdefault("tool_calls", []).append(call)
+        case _:
+            message["content"].append(_text_part(block, place))
+
+
+def _last(messages: list[dict[str, Any]], role: str) -> dict[str, Any]:
+    """The last message if it has this role, else a new one."""
+    if not messages or messages[-1]["role"] != role:
+        messages.append({"role": role, "content": []})
+    return messages[-1]
 
 
 def _result(block: dict[str, Any], place: str, ignored: dict[str, None]) -> dict[str, Any]:
@@ -220,10 +217,9 @@ def _choice(choice: dict[str, Any]) -> tuple[Any, bool]:
     kind, single = choice.get("type"), choice.get("disable_parallel_tool_use")
     if type(single) not in (type(None), bool):
         raise bad_field("tool_choice.disable_parallel_tool_use", "not a truth value", found=shown(single))
-    check_choice("tool_choice.type", kind, (*_CHOICES, "tool"))
-    if kind == "tool":
+    if check_choice("tool_choice.type", kind, (*_CHOICES, "tool")) == "tool":
         return {"type": "function", "function": {"name": text_at(choice.get("name"), "tool_choice.name")}}, not single
-    return _CHOICES[str(kind)], not single
+    return _CHOICES[kind], not single
 
 
 def _variables(front: Front, request: CountTokensRequest, ignored: dict[str, None]) -> dict[str, Any]:
@@ -244,12 +240,11 @@ def _switch(thinking: dict[str, Any], ignored: dict[str, None]) -> bool | None:
     """Whether the model is to think; None: as its chat template has it."""
     if not thinking:
         return None
-    kind, budget = thinking.get("type"), thinking.get("budget_tokens")
-    check_choice("thinking.type", kind, _THINKING)
+    kind, budget = check_choice("thinking.type", thinking.get("type"), _THINKING), thinking.get("budget_tokens")
     if budget is not None and (type(budget) is not int or budget < 1):
         raise bad_field("thinking.budget_tokens", "not an acceptable value", expected="an integer >= 1", found=shown(budget))
     _note(thinking, {"type"}, "thinking", ignored)
-    return _THINKING[str(kind)]
+    return _THINKING[kind]
 
 
 def _prepare(front: Front, exchange: Exchange, body: bytes) -> Answer:

@@ -264,15 +264,15 @@ def _size(value: Any) -> int:
     return 8 * len(value) if numbers else len(msgspec.json.encode(value))
 
 
-def check_nesting(name: str, value: Any, limit: int = MAX_NESTING) -> None:
-    """Raise 400 if a JSON value has more levels than `limit`."""
+def check_nesting(name: str, value: Any) -> None:
+    """Raise 400 if a JSON value has too many levels."""
     level = [value]
-    for _ in range(limit + 1):
+    for _ in range(MAX_NESTING + 1):
         nested = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list)]
         level = [child for children in nested for child in children]
         if not level:
             return
-    raise bad_field(name, "is nested too deeply", expected=f"at most {limit} levels")
+    raise bad_field(name, "is nested too deeply", expected=f"at most {MAX_NESTING} levels")
 
 
 def sampling_params(request: Common, renamed: Mapping[str, str] = {}, **changes: Any) -> SamplingParams:

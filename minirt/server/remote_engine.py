@@ -142,23 +142,20 @@ class RemoteEngine(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        for body in self._frames.feed(data):
-            self._receive(wire.TO_FRONT.decode(body))
-
-    def _receive(self, message: Any) -> None:
-        match message:
-            case wire.Step(outputs=outputs):
-                self._sinks.deliver(outputs)
-            case wire.Answer():
-                question = self._asking.pop(0)
-                if not question.done():
-                    question.set_result(message)
-            case wire.ModelFiles(folder=folder) if not self.folder.done():  # else nobody waits any longer
-                self.folder.set_result(folder)
-            case wire.Ready() if not self.ready.done():
-                self.ready.set_result(message)
-            case wire.Failed(error=error):
-                self._failure = error
+        for message in map(wire.TO_FRONT.decode, self._frames.feed(data)):
+            match message:
+                case wire.Step(outputs=outputs):
+                    self._sinks.deliver(outputs)
+                case wire.Answer():
+                    question = self._asking.pop(0)
+                    if not question.done():
+                        question.set_result(message)
+                case wire.ModelFiles(folder=folder) if not self.folder.done():  # else nobody waits any longer
+                    self.folder.set_result(folder)
+                case wire.Ready() if not self.ready.done():
+                    self.ready.set_result(message)
+                case wire.Failed(error=error):
+                    self._failure = error
 
     def connection_lost(self, exception: Exception | None) -> None:
         """The process has ended, or `stop` closed the connection. All open requests end with an error."""
