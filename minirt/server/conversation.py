@@ -66,11 +66,7 @@ class Prepared:
 
 
 class ReplyReader:
-    """Reads one answer, whole or in pieces.
-
-    Attributes:
-        calls: whether there was a tool call.
-    """
+    """Reads one answer, whole or in pieces. `calls`: whether there was a tool call."""
 
     def __init__(self, prepared: Prepared) -> None:
         self._parser, self._parallel, self._forces = prepared.parse(), prepared.parallel, prepared.forces
@@ -90,9 +86,7 @@ class ReplyReader:
         return event.index == 0 or self._parallel
 
 
-def template_variables(
-    front: Front, given: Mapping[str, Any] | None, hints: Mapping[str, tuple[Any, str]]
-) -> dict[str, Any]:
+def template_variables(front: Front, given: Mapping[str, Any] | None, hints: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
     """The variables of the chat template that a request sets. Those that the template does not use are noted in the log.
 
     Args:

@@ -70,11 +70,7 @@ class Front:
         return cls(options, engine, Metrics(options.names[0]), int(time.time()))
 
     async def load(self) -> None:
-        """Load the tokenizer while the engine's process loads the weights, then wait for it.
-
-        Raises:
-            MinirtError: the model cannot be loaded.
-        """
+        """Load the tokenizer while the engine's process loads the weights, then wait for it. Raises what has prevented it."""
         template = declared = None
         self.folder = await self.engine.folder
         if self.folder is not None:
@@ -105,11 +101,7 @@ class Front:
         return "loading" if self.info is None else "ready"
 
     def check_ready(self) -> tuple[Processor, Ready]:
-        """The processor and the model's limits.
-
-        Raises:
-            HTTPError: 503 while the model is loaded, while the server drains, and after the engine has ended.
-        """
+        """The processor and the model's limits. Raises 503 while the model is loaded or the server drains, and after the end."""
         state = self.state
         if state != "ready" or self.processor is None or self.info is None:
             if state == "failed":

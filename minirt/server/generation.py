@@ -161,11 +161,7 @@ class Generation:
             self._wakeup.wake()
 
     async def wait(self) -> None:
-        """Wait until there is something to send, or all requests have ended.
-
-        Raises:
-            MinirtError: a request failed, so that all have ended.
-        """
+        """Wait until there is something to send, or all requests have ended. Raises the error if one has failed."""
         if self._error is None and not self._pending and not self.done:
             await self._wakeup.wait()
         if self._error is not None:

@@ -27,7 +27,7 @@ _SIGNATURE = "unsigned"  # of reasoning: clients send it back, and drop reasonin
 _BILLING = "x-anthropic-billing-header:"
 _ERROR = "Error: "  # before the result of a tool that has failed: chat templates have no field for it
 
-# Fields of blocks that are used, or that are about Anthropic's own service.
+# Fields of blocks that are used, or that are about Anthropic's service.
 _BLOCK_FIELDS = {
     "text": {"text", "citations"},
     "tool_use": {"id", "name", "input", "caller", "toolset_name"},

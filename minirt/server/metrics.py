@@ -53,11 +53,7 @@ class Histogram:
 
 
 class Metrics:
-    """What the front has counted since its start.
-
-    Args:
-        model: the value of the label `model_name`.
-    """
+    """What the front has counted since its start. `model`: the value of the label `model_name`."""
 
     def __init__(self, model: str) -> None:
         self.model = model

@@ -280,7 +280,7 @@ def sampling_params(request: Common, renamed: Mapping[str, str] = {}, **changes:
 
     Args:
         renamed: names of parameters → names of the fields that they come from, for messages.
-        changes: more parameters, which replace those of the request.
+        changes: parameters, which replace those of the request.
     """
     given = {name: value for name in SETTINGS if (value := getattr(request, name)) is not None} | {"seed": _seed(request.seed)}
     try:

@@ -52,11 +52,7 @@ class Anchor:
             raise UnsupportedError("the pattern can match nothing", found=pattern)
 
     def find_all(self, text: str) -> Iterator[Match]:
-        """All matches, one after the other.
-
-        Raises:
-            InputError: the pattern looks at the same text again and again.
-        """
+        """All matches, one after the other. Raises an InputError if the pattern looks at the same text again and again."""
         place, work = 0, 0
         search = AnchorSearch(self)
         while (match := search.next(text, 0, place, final=True)[0]) is not None:

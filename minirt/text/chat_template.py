@@ -1,4 +1,4 @@
-"""`ChatTemplate`: renders a conversation as prompt text, with the model's own Jinja chat template."""
+"""`ChatTemplate`: renders a conversation as prompt text, with the model's Jinja chat template."""
 
 import json
 import secrets
@@ -174,11 +174,7 @@ class _Template:
         return known[key]
 
     def render(self, names: Mapping[str, Any]) -> str:
-        """The text with these variables.
-
-        Raises:
-            TokenizerError: the template fails.
-        """
+        """The text with these variables. Raises a TokenizerError if the template fails."""
         try:
             return self._renderer.render(names)
         except RenderingError as error:

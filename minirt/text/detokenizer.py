@@ -31,11 +31,7 @@ class IncrementalDecoder:
         self._skipped = tokenizer.special_tokens if skip_special_tokens else frozenset[str]()
 
     def push(self, token_id: int) -> str:
-        """Add a token and return the text that it completes, possibly "".
-
-        Raises:
-            InputError: `token_id` is not an integer from 0 to 2**32 - 1.
-        """
+        """Add a token and return the text that it completes, possibly "". Raises an InputError unless it is a token id."""
         raise NotImplementedError
 
     def push_all(self, token_ids: Sequence[int]) -> str:

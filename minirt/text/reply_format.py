@@ -21,7 +21,7 @@ class ReplyFormat:
     Attributes:
         tool_calls: a format of `tool_calls.FORMATS`; None: calls are not recognised.
         reasoning: the markers of the block of reasoning with which answers may begin; None: they have none.
-        response_template: the tokenizer's own declaration, which takes precedence over both, unless a `tool_choice` forces calls.
+        response_template: the tokenizer's declaration, which takes precedence over both, unless a `tool_choice` forces calls.
         notes: why something was not chosen, for a log.
     """
 

@@ -268,7 +268,7 @@ def chosen(tools: Sequence[Tool], choice: object) -> Tool:
 def _embedded(tool: Tool, definitions: dict[str, Any]) -> dict[str, Any]:
     """The schema of a tool's arguments as a part of a larger one: it goes to `definitions`, under the tool's name.
 
-    In the form of one draft and without names, it means there what it means on its own.
+    In the form of one draft and without names, it means there what it means alone.
     """
     name = tool.name.replace("~", "~0").replace("/", "~1")
     try:
