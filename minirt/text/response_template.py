@@ -320,15 +320,13 @@ class ResponseTemplateParser:
             watched = [(field.open, field) for field in self._template.fields if field.open is not None]
         if inside is not None and inside.close is not None:
             watched.append((inside.close, None))
-        kept, best = self._base + len(self._text), None
-        for i, (anchor, opened) in enumerate(watched):
-            match, field = self._searches[id(anchor)].next(self._text, self._base, self._base + self._at, final)
-            kept = min(kept, field)
-            if match is not None and (best is None or (match.start, -match.end, i) < best[0]):
-                best = (match.start, -match.end, i), match, opened
-        if best is None or best[1].start >= kept:
-            return None, None, kept
-        return best[1], best[2], kept
+        kept, matches = self._base + len(self._text), list[tuple[Match, _Field | None]]()
+        for anchor, opened in watched:
+            match, place = self._searches[id(anchor)].next(self._text, self._base, self._base + self._at, final)
+            kept = min(kept, place)
+            matches += [] if match is None else [(match, opened)]
+        first = min(matches, key=lambda entry: (entry[0].start, -entry[0].end), default=None)
+        return (*first, kept) if first is not None and first[0].start < kept else (None, None, kept)
 
     def _add(self, text: str) -> list[Event]:
         """More text of the region that is open."""

@@ -149,33 +149,34 @@ _STAYS = ("{", _CLOSE)  # markers with which the next state begins
 class _CallParser(StatefulParser):
     """A parser of calls among content."""
 
+    _opens: tuple[str, ...] = ()  # the markers among content before a call
     _skipped = ""  # characters between two calls that mean as much as white space
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         super().__init__()
         self._tools, self._calls = {tool.name: tool for tool in tools}, Calls()
         self._pending: list[str] = []  # what seems to belong to a call that has not started, and is content if it is none
+        self._started = False
 
     def _outside(self) -> list[Event] | None:
-        """The state between calls."""
-        raise NotImplementedError
-
-    def _content(self, markers: Sequence[str]) -> tuple[list[Event], str]:
-        """Content up to the next marker. Returns events and the marker, which is pending then; "" if there is none yet.
-
-        White space before a marker is pending, too.
-        """
-        text, marker = self._up_to(markers)
+        """The state between calls. White space before a marker is pending, as is the marker."""
+        self._started = False
+        text, marker = self._up_to(self._opens)
         before = text.rstrip()
         events = content(self._take_space() + before) if before else []
         self._space.append(text[len(before) :])
         if marker:
             self._use(len(marker))
-        return events, marker
+            self._open(marker)
+        return events if events or marker else None
+
+    def _open(self, marker: str) -> None:
+        """A marker among content has come."""
+        raise NotImplementedError
 
     def _use(self, length: int) -> None:
         """The next text, and the white space before it, belong to a call."""
-        self._pending += [*self._space, self._text[self._at : self._at + length]]
+        self._pending += [] if self._started else [*self._space, self._text[self._at : self._at + length]]
         self._space.clear()
         self._at += length
 
@@ -240,19 +241,17 @@ class _JsonCallParser(_CallParser):
 
     def __init__(self, form: _JsonFormat, tools: Sequence[Tool]) -> None:
         super().__init__(tools)
-        self._form, self._skipped = form, form.skipped
+        self._form, self._opens, self._skipped = form, form.opens, form.skipped
         self._state = self._beginning if form.begins else self._outside
 
     def _beginning(self) -> list[Event] | None:
         return self._expect(self._form.begins)
 
-    def _outside(self) -> list[Event] | None:
-        events, marker = self._content(self._form.opens)
-        if marker:
-            self._begin_call()
-        return events if events or marker else None
+    def _open(self, marker: str) -> None:
+        self._begin_call()
 
     def _after_call(self) -> list[Event] | None:
+        self._started = False
         return self._expect(self._form.follows, self._form.ends)
 
     def _expect(self, starts: tuple[str, ...], ends: tuple[str, ...] = ()) -> list[Event] | None:
@@ -278,12 +277,13 @@ class _JsonCallParser(_CallParser):
         if self._at == len(self._text):
             return None
         events, end, status = self._reader.feed(self._text, self._at)
+        self._started = self._reader.started
         self._use(end - self._at)
-        if self._reader.started:
+        if self._started:
             self._pending.clear()
         if status is not _READING:
             self._state = self._after_call if status is _DONE else self._outside
-            events += [] if self._reader.started else self._give_up()
+            events += [] if self._started else self._give_up()
         return events
 
     def _rest(self) -> list[Event]:
@@ -341,9 +341,6 @@ class NamedCallParser(_CallParser):
     def _beginning(self) -> list[Event] | None:
         return self._take({"{": partial(self._begin_arguments, self._name)})
 
-    def _outside(self) -> list[Event] | None:
-        return self._content(())[0] or None
-
 
 class Qwen3CoderParser(_CallParser):
     """Format `qwen3_coder`. Values are typed by the tools' JSON schemas; strings are streamed.
@@ -357,6 +354,7 @@ class Qwen3CoderParser(_CallParser):
 
     _OPEN, _FUNCTION, _FUNCTION_END = "<tool_call>", "<function=", "</function>"
     _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+    _opens = (_OPEN, _FUNCTION)
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         super().__init__(tools)
@@ -364,7 +362,7 @@ class Qwen3CoderParser(_CallParser):
         self._name = ""
         self._types: tuple[str, ...] = ()
         self._absent = set[str]()  # parameters of the tool that the call does not have yet
-        self._bare, self._started, self._final = False, False, False
+        self._bare, self._final = False, False
         self._empty = True  # nothing of a value is used yet
 
     def finish(self) -> list[Event]:
@@ -372,21 +370,12 @@ class Qwen3CoderParser(_CallParser):
         self._final = True
         return [*self.feed(""), *super().finish()]
 
-    def _outside(self) -> list[Event] | None:
-        self._started = False
-        events, marker = self._content([self._OPEN, self._FUNCTION])
-        if marker:
-            self._bare = marker == self._FUNCTION
-            self._state = self._function_name if self._bare else self._opened
-        return events if events or marker else None
+    def _open(self, marker: str) -> None:
+        self._bare = marker == self._FUNCTION
+        self._state = self._function_name if self._bare else self._opened
 
     def _opened(self) -> list[Event] | None:
         return self._take({self._FUNCTION: self._function_name})
-
-    def _use(self, length: int) -> None:
-        super()._use(length)
-        if self._started:
-            self._pending.clear()
 
     def _begun(self) -> str:
         """The name that comes next, as far as it has come."""
