@@ -87,11 +87,9 @@ class Metrics:
                 what = "Tokens whose KV pages were found, computed again for want of a state of recurrent layers."
                 yield metric(Counter, "prefix_cache_recomputed", what, engine.prefix_cache_recomputed)
             if (drafts := engine.drafts).num_accepted_per_position:  # speculative decoding is on
-                what = "How often drafts of a request were verified."
-                yield metric(Counter, "spec_decode_num_drafts", what, drafts.num_drafts)
+                yield metric(Counter, "spec_decode_num_drafts", "How often drafts of a request were verified.", drafts.num_drafts)
                 yield metric(Counter, "spec_decode_num_draft_tokens", "Drafts that were verified.", drafts.num_draft_tokens)
-                what = "Drafts that were accepted."
-                yield metric(Counter, "spec_decode_num_accepted_tokens", what, drafts.num_accepted_tokens)
+                yield metric(Counter, "spec_decode_num_accepted_tokens", "Drafts that were accepted.", drafts.num_accepted_tokens)
                 places, what = dict(enumerate(drafts.num_accepted_per_position)), "Accepted drafts, by their place in a step."
                 yield metric(Counter, "spec_decode_num_accepted_tokens_per_pos", what, places, "position")
         yield metric(Counter, "prompt_tokens", "Tokens of prompts.", self.prompt_tokens)
