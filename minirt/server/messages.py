@@ -214,10 +214,10 @@ def _choice(choice: dict[str, Any]) -> tuple[Any, bool]:
     """`tool_choice` in OpenAI's form, and whether an answer may have several calls."""
     if not choice:
         return None, True
-    kind, single = choice.get("type"), choice.get("disable_parallel_tool_use")
+    single = choice.get("disable_parallel_tool_use")
     if type(single) not in (type(None), bool):
         raise bad_field("tool_choice.disable_parallel_tool_use", "not a truth value", found=shown(single))
-    if check_choice("tool_choice.type", kind, (*_CHOICES, "tool")) == "tool":
+    if (kind := check_choice("tool_choice.type", choice.get("type"), (*_CHOICES, "tool"))) == "tool":
         return {"type": "function", "function": {"name": text_at(choice.get("name"), "tool_choice.name")}}, not single
     return _CHOICES[kind], not single
 

@@ -142,8 +142,9 @@ class _Template:
 
     def end_of_turn(self, tokens: Collection[str]) -> str | None:
         """See `ChatTemplate.end_of_turn`."""
-        form = self.form
-        return form and self._probed("how it ends an answer", lambda probe: end_of_turn(probe, form, tokens))
+        if (form := self.form) is None:
+            return None
+        return self._probed("how it ends an answer", lambda probe: end_of_turn(probe, form, tokens))
 
     def _probed(self, what: str, ask: Callable[[Probe], T | None]) -> T | None:
         """What short conversations say about it; None, with a warning, if it was stopped."""
