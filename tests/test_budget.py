@@ -25,15 +25,15 @@ BUDGET = {
     "models": 823,
     "models/recipe": 966,
     "kernels": 12_246,
-    "minirt/server": 3_176,
-    "minirt/text": 2_670,
+    "minirt/server": 2_915,
+    "minirt/text": 2_535,
     "minirt/structured": 1_250,
     "minirt/cli": 2_968,
     "minirt/nn": 347,
     "minirt/patching": 643,
     "bench": 6_926,
     "examples": 147,
-    "tests": 41_154,
+    "tests": 41_152,
 }
 
 
