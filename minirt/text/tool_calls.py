@@ -68,10 +68,10 @@ class _CallReader:
         return events, end, status
 
     def _push(self, character: str, events: list[Event]) -> str:
-        checker = self._json
-        if checker.depth == 0 and not character.isspace() and character != "{":
+        checker, depth = self._json, self._json.depth
+        if depth == 0 and not character.isspace() and character != "{":
             return _BAD
-        item = checker.expects if checker.depth == 1 else ""
+        item = checker.expects if depth == 1 else ""
         if item in ("key", "value") and not character.isspace() and character != "}":
             if item == "value" and not self._value_begins(character, events):
                 return _BAD
@@ -79,9 +79,9 @@ class _CallReader:
         if not checker.push(character):
             return _BAD
         if self._part is not None:
-            self._part.append(shown(character, checker))
+            self._part.append(character if character >= " " else shown(character, checker))
             ended = checker.depth == 1 and not checker.in_string
-            if not (self._complete(events) if ended else self._plausible(self._part)):
+            if not (self._complete(events) if ended else self._streams or self._plausible(self._part)):
                 return _BAD
         return _DONE if checker.done else _READING
 
@@ -176,7 +176,8 @@ class _CallParser(StatefulParser):
 
     def _use(self, length: int) -> None:
         """The next text, and the white space before it, belong to a call."""
-        self._pending += [] if self._started else [*self._space, self._text[self._at : self._at + length]]
+        if not self._started:
+            self._pending += [*self._space, self._text[self._at : self._at + length]]
         self._space.clear()
         self._at += length
 
@@ -207,7 +208,7 @@ class _CallParser(StatefulParser):
             if self._json.done or not self._json.push(character):
                 self._state = self._outside
                 break
-            part.append(shown(character, self._json))
+            part.append(character if character >= " " else shown(character, self._json))
             self._at += 1
         return [self._calls.arguments("".join(part))] if part else None if self._state == self._arguments else []
 
@@ -277,8 +278,8 @@ class _JsonCallParser(_CallParser):
         if self._at == len(self._text):
             return None
         events, end, status = self._reader.feed(self._text, self._at)
-        self._started = self._reader.started
         self._use(end - self._at)
+        self._started = self._reader.started
         if self._started:
             self._pending.clear()
         if status is not _READING:
