@@ -26,7 +26,7 @@ BUDGET = {
     "models/recipe": 966,
     "kernels": 12_246,
     "minirt/server": 2_915,
-    "minirt/text": 2_535,
+    "minirt/text": 2_536,
     "minirt/structured": 1_250,
     "minirt/cli": 2_968,
     "minirt/nn": 347,
