@@ -25,15 +25,15 @@ BUDGET = {
     "models": 823,
     "models/recipe": 885,
     "kernels": 12_246,
-    "minirt/server": 3_176,
-    "minirt/text": 2_787,
+    "minirt/server": 2_915,
+    "minirt/text": 2_653,
     "minirt/structured": 1_250,
     "minirt/cli": 2_803,
     "minirt/nn": 347,
     "minirt/patching": 642,
     "bench": 6_507,
     "examples": 147,
-    "tests": 41_093,
+    "tests": 41_091,
 }
 
 

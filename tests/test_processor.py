@@ -119,15 +119,15 @@ def test_a_special_token_as_stop_string_is_a_stop_token(library, skip, tmp_path)
         plain, _ = run(call, [a, token, a])
         assert call.result().finish_reason == "stop"
         assert call.result().token_ids == [a, token]
-        assert call.streams[0].stops.found == stop
+        assert call.streams[0].stops.match == stop
         assert call.result().text == plain[0]
         call = prepared(processor, "Once", include_stop_str_in_output=True, **options)
         run(call, [a, token, a])
         spaced = " " * (library is bert_like and not skip)  # as the decoder writes it
-        assert (call.result().text, call.streams[0].stops.found) == (f"{plain[0]}{spaced}{stop}", stop)
+        assert (call.result().text, call.streams[0].stops.match) == (f"{plain[0]}{spaced}{stop}", stop)
     call = prepared(processor, "Once", stop_token_ids=[a], stop="</s>")
     run(call, [a])
-    assert call.streams[0].stops.found is None, "another stop token ended it"
+    assert call.streams[0].stops.match is None, "another stop token ended it"
 
 
 def test_what_is_held_back_comes_before_a_stop_token(llama):
@@ -136,7 +136,7 @@ def test_what_is_held_back_comes_before_a_stop_token(llama):
     a, byte, bos = tokenizer.token_id("▁a"), tokenizer.token_id("<0xE9>"), 1
     call = prepared(llama, "Once", stop=[" ab", "<s>"])
     assert run(call, [a, bos]) == [("", None), (" a", "stop")]
-    assert call.streams[0].stops.found == "<s>"
+    assert call.streams[0].stops.match == "<s>"
     assert run(prepared(llama, "Once", stop="<s>", include_stop_str_in_output=True), [byte, bos])[-1] == ("\ufffd<s>", "stop")
 
 

@@ -83,16 +83,8 @@ async def model_info(front: Front, exchange: Exchange) -> None:
 
 
 ROUTES = {
-    "GET /v1/models": models,
-    f"GET {_MODELS}*": model,
-    "GET /health": health,
-    "GET /ping": health,
-    "POST /ping": health,
-    "GET /version": version,
-    "GET /metrics": metrics,
-    "GET /load": load,
-    "GET /server_info": server_info,
-    "GET /get_server_info": server_info,
-    "GET /model_info": model_info,
-    "GET /get_model_info": model_info,
-}
+    "GET /v1/models": models, f"GET {_MODELS}*": model, "GET /version": version, "GET /metrics": metrics, "GET /load": load,
+    **dict.fromkeys(("GET /health", "GET /ping", "POST /ping"), health),
+    **dict.fromkeys(("GET /server_info", "GET /get_server_info"), server_info),
+    **dict.fromkeys(("GET /model_info", "GET /get_model_info"), model_info),
+}  # fmt: skip

@@ -13,15 +13,17 @@ from typing import Any
 from minirt.engine.request import TokenLogprobs
 from minirt.outputs import Completion
 from minirt.processor import Call
-from minirt.server.conversation import Prepared
+from minirt.server.conversation import Prepared, ReplyReader
 from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
 from minirt.server.generation import Choice, Generation
-from minirt.server.protocol import Sampling
-from minirt.text.reply import Event
+from minirt.server.protocol import Sampling, StreamOptions
+from minirt.text.reply import ContentDelta, Event, ReasoningDelta, ToolCallStart
 from minirt.text.tokenizer import Tokenizer
 
 _LOWEST = -9999.0  # OpenAI's value for a probability of 0; JSON has no infinity
+_KINDS: dict[type, str] = {ContentDelta: "text", ReasoningDelta: "reasoning"}  # other events belong to tool calls
+StreamEvent = dict[str, Any]
 
 
 class Answer:
@@ -110,6 +112,7 @@ class ChoicesAnswer(Answer):
     Args:
         fields: the first fields of the answer.
         chunk: the `object` of an event, unless it is that of the answer.
+        before, after: what is before and after the text, or a delta, of a choice, up to its `logprobs`.
         tokenizer: None if the model has none. Its events have no text, but there are as many.
         wants_logprobs: whether events have the log-probabilities of their tokens.
         parses: whether `deltas` are sent instead of the text.
@@ -118,19 +121,19 @@ class ChoicesAnswer(Answer):
     only_echo = False
 
     def __init__(
-        self, front: Front, call: Call, request: Sampling, fields: dict[str, Any], chunk: str, tokenizer: Tokenizer | None, *,
-        wants_logprobs: bool, parses: bool = False,
+        self, front: Front, call: Call, request: Sampling, fields: dict[str, Any], chunk: str, before: bytes, after: bytes,
+        tokenizer: Tokenizer | None, *, wants_logprobs: bool, parses: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(call, request.stream)
         self.fields = fields | {"created": int(time.time()), "model": front.options.names[0]}
-        self.tokenizer, self.wants_logprobs, self.parses, self._options = tokenizer, wants_logprobs, parses, request
+        self.tokenizer, self.wants_logprobs, self.parses = tokenizer, wants_logprobs, parses
         self.start = b"data: " + encode_json(self.fields | {"object": chunk})[:-1] + b',"choices":['
-        parts = [self.around_text(index) for index in range(len(call.streams) if self.streams else 0)]
-        self._heads, self._ends = [self.start + before for before, _ in parts], [after for _, after in parts]
-        self._tails = [after + b',"logprobs":null,"finish_reason":null}]}\n\n' for after in self._ends]
-        self._continuous = request.continuous_usage
+        self._heads = [self.start + b'{"index":%d,%b' % (index, before) for index in range(len(call.streams))]
+        self._after, self._tail = after, after + b',"logprobs":null,"finish_reason":null}]}\n\n'
+        usage = request.stream_options or StreamOptions()
+        self._continuous, self._tells_usage = usage.continuous_usage_stats, usage.include_usage or usage.continuous_usage_stats
         self._is_plain, self._without_text = not (wants_logprobs or self._continuous), tokenizer is None
-        self._num_sent = [0] * len(parts)  # tokens whose log-probabilities were sent
+        self._num_sent = [0] * len(call.streams)  # tokens whose log-probabilities were sent
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         choices = [self.choice(index, completion) for index, completion in enumerate(completions)]
@@ -138,10 +141,6 @@ class ChoicesAnswer(Answer):
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
         """A choice that has ended."""
-        raise NotImplementedError
-
-    def around_text(self, index: int) -> tuple[bytes, bytes]:
-        """What is before and after the text, or a delta, of a choice, up to its `logprobs`."""
         raise NotImplementedError
 
     def opening(self, choice: Choice) -> bytes:
@@ -152,9 +151,9 @@ class ChoicesAnswer(Answer):
         """What a choice's new text adds to the answer: one JSON value for each event. Only if the answer `parses`."""
         raise NotImplementedError
 
-    def finish_reason(self, choice: Choice) -> str | None:
-        """Why a choice has ended; None while it runs. Called after `deltas`."""
-        return choice.finish_reason
+    def finish_reason(self, index: int, reason: str | None) -> str | None:
+        """Why a choice has ended, by the reason of its completion; None while it runs. Called after `deltas`."""
+        return reason
 
     def logprobs(self, choice: Choice, start: int, stop: int) -> Any:
         """The `logprobs` of the tokens `start` to `stop` of a choice."""
@@ -162,7 +161,7 @@ class ChoicesAnswer(Answer):
 
     def add(self, choice: Choice) -> list[bytes]:
         index, text = choice.index, choice.text
-        head, tail = self._heads[index], self._tails[index]
+        head, tail = self._heads[index], self._tail
         events = [] if choice.begun else [self.opening(choice)]
         is_plain = self._is_plain and choice.finish_reason is None
         last = b"{}"  # an event without a delta
@@ -183,8 +182,8 @@ class ChoicesAnswer(Answer):
             stop = len(choice.stream.completion.token_ids)
             logprobs = encode_json(self.logprobs(choice, self._num_sent[index], stop))
             self._num_sent[index] = stop
-        events += head, last, self._ends[index], b',"logprobs":', logprobs
-        events += b',"finish_reason":', encode_json(self.finish_reason(choice)), b"}]"
+        events += head, last, self._after, b',"logprobs":', logprobs
+        events += b',"finish_reason":', encode_json(self.finish_reason(index, choice.finish_reason)), b"}]"
         if self._continuous:
             events += b',"usage":', encode_json(usage_of(self.call))
         events.append(b"}\n\n")
@@ -192,35 +191,78 @@ class ChoicesAnswer(Answer):
 
     def end(self) -> bytes:
         done = b"data: [DONE]\n\n"
-        if not self._options.include_usage:
+        if not self._tells_usage:
             return done
         return b"".join((self.start, b'],"usage":', encode_json(usage_of(self.call)), b"}\n\n", done))
 
 
 class ReplyAnswer(Answer):
-    """An answer that tells one reply."""
+    """An answer that tells one reply in parts: texts, reasoning and tool calls. Each begins, grows, and ends before the next one.
+
+    Attributes:
+        parts: those that have begun, as the API writes them.
+        kind: of the part that grows: "text", "reasoning" or "call"; "": it has ended.
+    """
 
     def __init__(self, prepared: Prepared, streams: bool | None) -> None:
         super().__init__(prepared.call, streams)
-        self._reader = prepared.plan.reader()
+        self._reader, self._texts = ReplyReader(prepared), list[str]()
+        self.parts: list[StreamEvent] = []
+        self.kind = ""
 
     @property
     def completion(self) -> Completion:
         return self.call.streams[0].completion
 
-    def whole_reply(self) -> list[Event]:
-        """The events of a reply that has ended."""
-        return self._reader.read(self.completion.text, ended=True)
-
     def add(self, choice: Choice) -> list[bytes]:
-        return self.tell(self._reader.read(choice.text, choice.finish_reason is not None))
+        return list(map(self.encode, self.grow(self._reader.read(choice.text, choice.finish_reason is not None))))
 
-    def tell(self, events: Sequence[Event]) -> list[bytes]:
-        """The stream's events for events of the reply. There may be none."""
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        self.grow(self._reader.read(self.completion.text, ended=True))
+        return self.message()
+
+    def message(self) -> dict[str, Any]:
+        """The body of the answer, whose reply has ended."""
         raise NotImplementedError
 
+    def grow(self, events: Iterable[Event]) -> list[StreamEvent]:
+        """Add events of the reply to the parts. Returns the stream's events."""
+        told: list[StreamEvent] = []
+        for event in events:
+            call = event if isinstance(event, ToolCallStart) else None
+            kind = _KINDS.get(type(event), "call")
+            if call is not None or kind != self.kind:
+                told += self.end_part()
+                self.kind, self._texts = kind, []
+                told += self.open_part(call)
+            if not isinstance(event, ToolCallStart):
+                self._texts.append(event.text)
+                told.append(self.delta(event.text))
+        return told
 
-def named_event(event: dict[str, Any]) -> bytes:
+    def end_part(self, complete: bool = True) -> list[StreamEvent]:
+        """End the part that grows, if there is one. `complete`: the reply was not cut off within it."""
+        events = self.close_part("".join(self._texts), complete) if self.kind else []
+        self.kind = ""
+        return events
+
+    def open_part(self, call: ToolCallStart | None) -> list[StreamEvent]:
+        """Add a part of this kind to `parts`. `call`: the start of a tool call. Returns the stream's events."""
+        raise NotImplementedError
+
+    def delta(self, text: str) -> StreamEvent:
+        """The part grows."""
+        raise NotImplementedError
+
+    def close_part(self, text: str, complete: bool) -> list[StreamEvent]:
+        """The part ends with this whole text."""
+        raise NotImplementedError
+
+    def encode(self, event: StreamEvent) -> bytes:
+        return named_event(event)
+
+
+def named_event(event: StreamEvent) -> bytes:
     """A server-sent event with its type."""
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode_json(event))
 
@@ -266,12 +308,12 @@ def top_of(row: TokenLogprobs, count: int) -> list[tuple[int, float]]:
 
 def prompt_rows(tokenizer: Tokenizer | None, rows: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
     """vLLM's form of the log-probabilities of a prompt's tokens: token id → value, rank and text."""
-    return [None if row is None else _by_id(tokenizer, row) for row in rows]
 
+    def by_id(row: TokenLogprobs) -> dict[str, Any]:
+        ranked = {token: (rank, logprob) for rank, (token, logprob) in enumerate(row.top, 1)}
+        return {
+            str(token): {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(tokenizer, token)}
+            for token, (rank, logprob) in (ranked | {row.token_id: (row.rank, row.logprob)}).items()
+        }
 
-def _by_id(tokenizer: Tokenizer | None, row: TokenLogprobs) -> dict[str, Any]:
-    ranks = {token: (rank, logprob) for rank, (token, logprob) in enumerate(row.top, 1)} | {row.token_id: (row.rank, row.logprob)}
-    return {
-        str(token): {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(tokenizer, token)}
-        for token, (rank, logprob) in ranks.items()
-    }
+    return [None if row is None else by_id(row) for row in rows]

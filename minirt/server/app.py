@@ -33,11 +33,9 @@ class App:
 
     def __init__(self, front: Front) -> None:
         self._front, self._options = front, front.options
-        routes = {tuple(key.split(" ", 1)): handler for key, handler in ROUTES.items()}
-        self._prefixes = {(method, path[:-1]): handler for (method, path), handler in routes.items() if path.endswith("*")}
-        self._routes = {key: handler for key, handler in routes.items() if not key[1].endswith("*")}
+        self._prefixes = {route[:-1]: handler for route, handler in ROUTES.items() if route.endswith("*")}
         self._methods: dict[str, list[str]] = {}
-        for method, path in self._routes:
+        for method, path in (route.split(" ") for route in ROUTES if not route.endswith("*")):
             self._methods.setdefault(path, []).append(method)
         self._keys = [key.encode() for key in self._options.api_keys]
         public = () if self._options.metrics_need_key else ("/metrics",)
@@ -46,9 +44,9 @@ class App:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return
-        origin = self._allowed_origin(scope)
-        cors = [] if origin is None else [(b"access-control-allow-origin", origin), (b"vary", b"origin")]
-        exchange = Exchange(scope, receive, send, uuid.uuid4().hex, cors, self._options.root_path)
+        exchange = Exchange(scope, receive, send, uuid.uuid4().hex, self._options.root_path)
+        if (origin := self._allowed_origin(exchange)) is not None:
+            exchange.headers += [(b"access-control-allow-origin", origin), (b"vary", b"origin")]
         messages.adopt(exchange)
         self._front.exchanges.add(exchange)
         error: MinirtError | None = None
@@ -64,7 +62,7 @@ class App:
             error = exchange.named(named)
         except TimeoutError:
             error = HTTPError(504, "the request took too long", expected=f"at most {self._options.request_timeout} s")
-        except RecursionError:  # parsing it did not recurse too deeply, but its handling did
+        except RecursionError:  # while it was parsed or handled
             error = HTTPError(400, "the body is nested too deeply", param="body")
         except Exception as unforeseen:
             traceback.print_exc(file=sys.stderr)
@@ -87,9 +85,8 @@ class App:
     async def _handle(self, exchange: Exchange) -> None:
         if exchange.path not in self._public:
             self._check_key(exchange)
-        method = "GET" if exchange.method == "HEAD" else exchange.method
-        starts = (key for key in self._prefixes if key[0] == method and exchange.path.startswith(key[1]))
-        handler = self._routes.get((method, exchange.path)) or self._prefixes.get(next(starts, ("", "")))
+        route = f"{'GET' if exchange.method == 'HEAD' else exchange.method} {exchange.path}"
+        handler = ROUTES.get(route) or next((self._prefixes[start] for start in self._prefixes if route.startswith(start)), None)
         if handler is None:
             methods = self._methods.get(exchange.path)
             if methods is None:
@@ -121,10 +118,8 @@ class App:
             hint = "send Authorization: Bearer KEY, or x-api-key: KEY"
             raise HTTPError(401, "the API key is missing or wrong", code="invalid_api_key", hint=hint)
 
-    def _allowed_origin(self, scope: Any) -> bytes | None:
-        if not self._options.allowed_origins:
-            return None
-        origin = next((value for key, value in scope["headers"] if key == b"origin"), None)
+    def _allowed_origin(self, exchange: Exchange) -> bytes | None:
+        origin = exchange.header(b"origin")
         allowed = origin is not None and {"*", origin.decode("latin-1")} & set(self._options.allowed_origins)
         return origin if allowed else None
 

@@ -37,21 +37,13 @@ class Application:
             raise MinirtError("the application has not been started", hint="its host must support ASGI's lifespan events")
 
     def check_health(self) -> None:
-        """Return if the server takes requests, as `/health` does.
-
-        Raises:
-            HTTPError: it does not.
-        """
+        """Raise an HTTPError unless the server takes requests, as `/health` does."""
         if self._front is None:
             raise HTTPError(503, "the application has not been started, or has ended")
         self._front.check_ready()
 
     async def start(self) -> None:
-        """Load the model.
-
-        Raises:
-            MinirtError: it cannot be loaded.
-        """
+        """Load the model. Raises a MinirtError if it cannot be loaded."""
         self._front = await Front.start_engine(self._options, self._load_options)
         self._app = App(self._front)
         try:

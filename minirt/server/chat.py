@@ -7,16 +7,15 @@ from typing import Any
 from minirt.engine.request import TokenLogprobs
 from minirt.outputs import Completion
 from minirt.server.answers import Answer, ChoicesAnswer, endpoint, finite, prompt_rows, token_text, top_of
-from minirt.server.conversation import Conversation, Prepared, prepare, template_variables
-from minirt.server.errors import bad_field, shown
+from minirt.server.conversation import Conversation, Prepared, ReplyReader, prepare, template_variables
+from minirt.server.errors import bad_field, check_choice
 from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
 from minirt.server.generation import Choice
 from minirt.server.json_size import check_text
-from minirt.server.protocol import Listed, Positive, Sampling, decode, structured_outputs
-from minirt.server.replies import ReplyReader
+from minirt.server.protocol import Listed, Positive, Sampling, decode
 from minirt.text.messages import MESSAGE_FIELDS
-from minirt.text.reply import ArgumentsDelta, ContentDelta, Event, ReasoningDelta, Reply, ToolCall
+from minirt.text.reply import ArgumentsDelta, ContentDelta, Event, ReasoningDelta, Reply, ToolCall, collect
 from minirt.text.tools import Tool, read_tools
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -25,6 +24,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 class ChatRequest(Sampling, kw_only=True):
     """The fields of a request for the next message of a conversation."""
 
+    prompt_fields = ("messages",)
     messages: list[dict[str, Any]]
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
@@ -42,18 +42,15 @@ class ChatRequest(Sampling, kw_only=True):
 
 
 def _prepare(front: Front, exchange: Exchange, body: bytes) -> Answer:
-    request = decode(front, body, ChatRequest)
-    exchange.prompt_field = "messages"
+    request = decode(front, exchange, body, ChatRequest)
     _check(request)
-    if front.options.log_prompts:
-        exchange.log["messages"] = request.messages
     tools = read_tools(request.tools or [])
     parallel = request.parallel_tool_calls is not False
     conversation = replace(conversation_of(front, request, tools), tool_choice=request.tool_choice, parallel=parallel)
     newer = request.max_completion_tokens
     prepared = prepare(
-        front, exchange, conversation, request, {"max_tokens": "max_tokens" if newer is None else "max_completion_tokens"},
-        max_tokens=newer or request.max_tokens, grammar=structured_outputs(request),
+        front, exchange, conversation, request, {} if newer is None else {"max_tokens": "max_completion_tokens"},
+        max_tokens=newer or request.max_tokens, grammar=request.grammar,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None, n=request.n or 1,
         prompt_logprobs=request.prompt_logprobs,
     )  # fmt: skip
@@ -73,7 +70,7 @@ def _check(request: ChatRequest) -> None:
 def conversation_of(front: Front, request: Any, tools: Sequence[Tool]) -> Conversation:
     """A request's conversation. `request` has the fields of the chat template, as `ChatRequest` has."""
     messages = known_messages(request.messages, front)
-    hints = {"reasoning_effort": request.reasoning_effort, "verbosity": request.verbosity}
+    hints = {name: (getattr(request, name), name) for name in ("reasoning_effort", "verbosity")}
     variables = template_variables(front, request.chat_template_kwargs, hints)
     continues = bool(request.continue_final_message)
     if continues and messages[-1]["role"] != "assistant":
@@ -91,9 +88,7 @@ def known_messages(messages: Sequence[dict[str, Any]], front: Front) -> list[dic
         raise bad_field("messages", "is empty", expected="at least one message")
     known = []
     for i, message in enumerate(messages):
-        if message.get("role") not in _ROLES:
-            expected, shown_role = ", ".join(_ROLES), shown(message.get("role"))
-            raise bad_field(f"messages[{i}].role", "not an acceptable role", expected=expected, found=shown_role)
+        check_choice(f"messages[{i}].role", message.get("role"), _ROLES, "not an acceptable role")
         front.note_unknown([f"messages[].{name}" for name in message if name not in MESSAGE_FIELDS])
         known.append({name: value for name, value in message.items() if name in MESSAGE_FIELDS})
         _check_arguments(message.get("tool_calls"), f"messages[{i}].tool_calls")
@@ -139,50 +134,38 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _finish_reason(reason: str | None, calls: bool) -> str | None:
-    """OpenAI's reason for the end of an answer, with or without tool calls."""
-    return "tool_calls" if calls and reason == "stop" else reason
-
-
 class _ChatAnswer(ChoicesAnswer):
     def __init__(self, front: Front, exchange: Exchange, request: ChatRequest, prepared: Prepared) -> None:
-        self._count, self._plan = request.top_logprobs or 0, prepared.plan
-        self._prefix = prepared.prompt.last if request.echo else ""
-        self._readers: dict[int, ReplyReader] = {}
+        self._count, self._prefix = request.top_logprobs or 0, prepared.last if request.echo else ""
+        self._readers = [ReplyReader(prepared) for _ in prepared.call.streams]
         fields = {"id": f"chatcmpl-{exchange.id}", "object": "chat.completion"}
+        before, after = (b'"delta":{"content":', b"}") if prepared.is_plain else (b'"delta":', b"")
         super().__init__(
-            front, prepared.call, request, fields, "chat.completion.chunk", prepared.tokenizer,
-            wants_logprobs=bool(request.logprobs), parses=prepared.plan.parser() is not None,
+            front, prepared.call, request, fields, "chat.completion.chunk", before, after, prepared.tokenizer,
+            wants_logprobs=bool(request.logprobs), parses=not prepared.is_plain,
         )  # fmt: skip
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        message = {"role": "assistant", "refusal": None} | _message(self._plan.read(completion.text), self._prefix)
+        reply = collect(self._readers[index].read(completion.text, ended=True))
+        message = {"role": "assistant", "refusal": None} | _message(reply, self._prefix)
         choice = {
             "index": index, "message": message, "logprobs": self._logprobs(completion.logprobs),
-            "finish_reason": _finish_reason(completion.finish_reason, "tool_calls" in message),
+            "finish_reason": self.finish_reason(index, completion.finish_reason),
         }  # fmt: skip
         if completion.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_rows(self.tokenizer, completion.prompt_logprobs)
         return choice
-
-    def around_text(self, index: int) -> tuple[bytes, bytes]:
-        if self.parses:
-            return b'{"index":%d,"delta":' % index, b""
-        return b'{"index":%d,"delta":{"content":' % index, b"}"
 
     def opening(self, choice: Choice) -> bytes:
         delta = encode_json({"role": "assistant", "content": self._prefix})
         return self.start + b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}]}\n\n' % (choice.index, delta)
 
     def deltas(self, choice: Choice) -> list[bytes]:
-        reader = self._readers.get(choice.index)
-        if reader is None:
-            reader = self._readers[choice.index] = self._plan.reader()
-        return [encode_json(_delta(event)) for event in reader.read(choice.text, choice.finish_reason is not None)]
+        events = self._readers[choice.index].read(choice.text, choice.finish_reason is not None)
+        return [encode_json(_delta(event)) for event in events]
 
-    def finish_reason(self, choice: Choice) -> str | None:
-        reader = self._readers.get(choice.index)
-        return _finish_reason(choice.finish_reason, reader is not None and reader.calls)
+    def finish_reason(self, index: int, reason: str | None) -> str | None:
+        return "tool_calls" if reason == "stop" and self._readers[index].calls else reason
 
     def logprobs(self, choice: Choice, start: int, stop: int) -> Any:
         return self._logprobs((choice.stream.completion.logprobs or [])[start:stop])

@@ -12,24 +12,14 @@ from minirt.server.errors import bad_field, shown
 from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
 from minirt.server.generation import Choice
-from minirt.server.protocol import (
-    MAX_CHOICES,
-    REFUSED,
-    Int,
-    Refused,
-    Sampling,
-    check_copies,
-    check_range,
-    decode,
-    sampling_params,
-    structured_outputs,
-)
+from minirt.server.protocol import REFUSED, Int, Listed, Sampling, check_copies, decode, sampling_params
 from minirt.text.detokenizer import IncrementalDecoder, incremental_decoder, prompt_text
 
+MAX_CHOICES = 4096  # prompts × n of one request
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 _CHOICE_BYTES = 50  # of a body that take as long to read as the request of one more choice takes to make
 _CHATS = "is for chats"
-_REFUSED: Refused = {
+_REFUSED = {
     **REFUSED,
     "top_logprobs": "is named logprobs here",
     **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "chat_template_kwargs"), _CHATS),
@@ -40,9 +30,10 @@ _REFUSED: Refused = {
 class CompletionRequest(Sampling, kw_only=True):
     """The fields of a request to continue prompts."""
 
+    prompt_fields = ("prompt",)
     prompt: Any
     echo: bool | None = None
-    logprobs: Int | bool | None = None  # `false` is null
+    logprobs: Listed | bool | None = None  # `false` is null
     best_of: Int | None = None
     add_special_tokens: bool | None = None
 
@@ -57,12 +48,9 @@ async def _prepare(front: Front, exchange: Exchange) -> Answer:
 
 def _read(front: Front, exchange: Exchange, body: bytes) -> tuple[CompletionRequest, list[str | list[int]]]:
     """A request and its prompts."""
-    request = decode(front, body, CompletionRequest, _REFUSED)
-    exchange.prompt_field = "prompt"
+    request = decode(front, exchange, body, CompletionRequest, _REFUSED)
     prompts = _prompts(request.prompt)
     _check(request, len(prompts))
-    if front.options.log_prompts:
-        exchange.log["prompt"] = request.prompt
     exchange.grammar_field = None if request.structured_outputs not in (None, {}) else "response_format"
     return request, prompts
 
@@ -72,9 +60,9 @@ def _call(front: Front, request: CompletionRequest, prompts: list[str | list[int
     processor, _ = front.check_ready()
     limit = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     params = sampling_params(
-        request, {"max_tokens": "max_tokens"}, max_tokens=max(limit, 1), logprobs=request.logprobs,
+        request, max_tokens=max(limit, 1), logprobs=request.logprobs,
         prompt_logprobs=request.logprobs if request.echo and request.logprobs is not None else request.prompt_logprobs,
-        n=request.n or 1, structured_outputs=structured_outputs(request),
+        n=request.n or 1, structured_outputs=request.grammar,
     )  # fmt: skip
     if request.add_special_tokens is False:
         tokenizer, most = processor.text(), processor.limit(params)
@@ -110,9 +98,9 @@ def _check(request: CompletionRequest, num_prompts: int) -> None:
     check_copies(request, num_prompts * count)
     if request.best_of not in (None, count):
         raise bad_field("best_of", "is not supported", expected=f"null or n, which is {count}", found=request.best_of)
-    if request.logprobs is False:
-        request.logprobs = None
-    check_range("logprobs", -1 if request.logprobs is True else request.logprobs, 0, MAX_LOGPROBS)
+    if request.logprobs is True:
+        raise bad_field("logprobs", "not an acceptable value", expected=f"an integer from 0 to {MAX_LOGPROBS}", found="true")
+    request.logprobs = None if request.logprobs is False else request.logprobs
     if request.max_tokens is not None and request.max_tokens < (0 if request.echo else 1):
         expected = "an integer >= 1, or 0 with echo"
         raise bad_field("max_tokens", "not an acceptable value", expected=expected, found=request.max_tokens)
@@ -126,11 +114,13 @@ class _CompletionAnswer(ChoicesAnswer):
     ) -> None:
         fields = {"id": f"cmpl-{exchange.id}", "object": "text_completion"}
         super().__init__(
-            front, call, request, fields, "text_completion", front.tokenizer, wants_logprobs=request.logprobs is not None
+            front, call, request, fields, "text_completion", b'"text":', b"", front.tokenizer,
+            wants_logprobs=request.logprobs is not None,
         )  # fmt: skip
         # A request for the prompt's log-probabilities alone generates a token that is not in the answer.
         self.only_echo = request.max_tokens == 0
-        self._request, self._prompts, self._offsets = request, prompts, dict[int, _Offsets]()
+        self._request, self._prompts = request, prompts
+        self._offsets: dict[int, tuple[IncrementalDecoder | None, int]] = {}  # decoders, and where their next texts begin
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
         scores = self._scores(index)
@@ -145,9 +135,6 @@ class _CompletionAnswer(ChoicesAnswer):
         if self._request.prompt_logprobs is not None and scores is not None:
             choice["prompt_logprobs"] = prompt_rows(self.tokenizer, scores)
         return choice
-
-    def around_text(self, index: int) -> tuple[bytes, bytes]:
-        return b'{"index":%d,"text":' % index, b""
 
     def opening(self, choice: Choice) -> bytes:
         if not self._request.echo:
@@ -178,49 +165,36 @@ class _CompletionAnswer(ChoicesAnswer):
 
     def _logprobs(self, index: int, tokens: Sequence[int], rows: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
         """The next tokens of a choice in OpenAI's form: parallel lists."""
-        if index not in self._offsets:
-            self._offsets[index] = self._begin_offsets(index)
+        decoder, end = self._offsets.get(index) or self._begin_offsets(index)
+        offsets = []
+        for token in tokens:  # one that completes no character begins at the same place as the character
+            offsets.append(end)
+            end += 0 if decoder is None else len(decoder.push(token))
+        self._offsets[index] = decoder, end
         return {
-            "tokens": [token_text(self.tokenizer, token) for token in tokens], "text_offset": self._offsets[index].of(tokens),
+            "tokens": [token_text(self.tokenizer, token) for token in tokens], "text_offset": offsets,
             "token_logprobs": [None if row is None else finite(row.logprob) for row in rows],
             "top_logprobs": [None if row is None else self._top(row) for row in rows],
         }  # fmt: skip
 
-    def _begin_offsets(self, index: int) -> "_Offsets":
-        """The offsets of a choice's tokens. The prompt's tokens come first if the prompt is echoed with its scores."""
+    def _begin_offsets(self, index: int) -> tuple[IncrementalDecoder | None, int]:
+        """The decoder of a choice's tokens, and where their text begins. The prompt's come first if it is echoed with its scores.
+
+        There is no decoder without a tokenizer.
+        """
         completion, decoder = self.call.streams[index].completion, None
         with_prompt = self._request.echo and self._scores(index) is not None
         if self.tokenizer is not None and with_prompt:
             decoder = incremental_decoder(self.tokenizer, completion.sampling.skip_special_tokens)
         elif self.tokenizer is not None:
             decoder = decoder_after(self.tokenizer, completion.sampling, completion.prompt_token_ids)
-        return _Offsets(decoder, 0 if with_prompt else len(self._echoed(index)))
+        return decoder, 0 if with_prompt else len(self._echoed(index))
 
     def _top(self, row: TokenLogprobs) -> dict[str, float]:
         """The most probable tokens by their text, and the token itself."""
         top = reversed(top_of(row, int(self._request.logprobs or 0)))
         texts = {token_text(self.tokenizer, row.token_id): finite(row.logprob)}
         return texts | {token_text(self.tokenizer, token): logprob for token, logprob in top}
-
-
-class _Offsets:
-    """Where tokens begin in the text of a choice. A token that completes no character begins where the character does.
-
-    Args:
-        decoder: of the tokens; None: there is no text.
-        start: where the text of the first token begins.
-    """
-
-    def __init__(self, decoder: IncrementalDecoder | None, start: int) -> None:
-        self._decoder, self._end = decoder, start
-
-    def of(self, tokens: Sequence[int]) -> list[int]:
-        """The offsets of the next tokens."""
-        offsets = []
-        for token in tokens:
-            offsets.append(self._end)
-            self._end += 0 if self._decoder is None else len(self._decoder.push(token))
-        return offsets
 
 
 ROUTES = {"POST /v1/completions": endpoint(_prepare)}

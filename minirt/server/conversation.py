@@ -1,7 +1,8 @@
-"""`Conversation`: what a request of any chat API asks the model; its prompt, and the call that answers it."""
+"""`Conversation`: what a request of any chat API asks the model; its prompt, its call, and how answers are read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from minirt.errors import InputError
@@ -10,11 +11,13 @@ from minirt.server.errors import bad_field, shown
 from minirt.server.exchange import Exchange
 from minirt.server.front import Front
 from minirt.server.protocol import MAX_VARIABLES, Common, check_texts, sampling_params
-from minirt.server.replies import ReplyPlan, check_tools
-from minirt.text.messages import checked_messages
-from minirt.text.tokenizer import Tokenizer
-from minirt.text.tools import Tool
+from minirt.text.messages import checked_messages, object_at, text_at
+from minirt.text.reply import ContentDelta, Event, Parser, ReasoningDelta, ReplyParser
+from minirt.text.reply_format import ReplyFormat
+from minirt.text.tokenizer import ChatTokens, Tokenizer
+from minirt.text.tools import Tool, call_schema, chosen
 
+_NO_TEXT = ("image", "document", "file", "audio")
 
 @dataclass(frozen=True)
 class Conversation:
@@ -41,62 +44,93 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """A conversation as the model gets it.
-
-    Attributes:
-        tokens: of `text`.
-        text: the rendered conversation.
-        last: content of the last message.
-    """
-
-    tokens: list[int]
-    text: str
-    last: str
-
-
-@dataclass(frozen=True)
 class Prepared:
     """A conversation that is ready to be answered.
 
     Attributes:
-        plan: how its answers are read.
+        last: content of its last message.
         call: its requests.
+        parse: makes the parser of an answer.
+        is_plain: whether all text of an answer is content.
+        parallel: whether an answer may have several calls. Further ones are left out.
+        forces: whether the answer must be calls. It has no content then.
     """
 
-    prompt: Prompt
-    plan: ReplyPlan
+    last: str
     call: Call
     tokenizer: Tokenizer
+    parse: Callable[[], Parser]
+    is_plain: bool
+    parallel: bool
+    forces: bool
 
 
-def template_variables(
-    front: Front, given: Mapping[str, Any] | None, hints: Mapping[str, str | None], renamed: Mapping[str, str] = {}
-) -> dict[str, Any]:
+class ReplyReader:
+    """Reads one answer, whole or in pieces. `calls`: whether there was a tool call."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._parser, self._parallel, self._forces = prepared.parse(), prepared.parallel, prepared.forces
+        self.calls = False
+
+    def read(self, text: str, ended: bool) -> list[Event]:
+        """What new text adds to the answer. `ended`: it is the last."""
+        events = self._parser.feed(text) + (self._parser.finish() if ended else [])
+        return [event for event in events if self._counts(event)]
+
+    def _counts(self, event: Event) -> bool:
+        if isinstance(event, ContentDelta):  # of forced calls: what stood before the first one when the answer was cut off
+            return not self._forces
+        if isinstance(event, ReasoningDelta):
+            return True
+        self.calls = True
+        return event.index == 0 or self._parallel
+
+
+def template_variables(front: Front, given: Mapping[str, Any] | None, hints: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
     """The variables of the chat template that a request sets. Those that the template does not use are noted in the log.
 
     Args:
         given: `chat_template_kwargs`.
-        hints: variables that have fields of their own in requests: reasoning_effort and verbosity. Clients send them to any
-            model, so the template need not use them. A reasoning_effort of "none" then turns off enable_thinking.
-        renamed: names of hints → the names of their fields, for the log.
+        hints: variables that have fields of requests: their values and the names of these fields. Clients send them to any model,
+            so the template need not use them. A reasoning_effort of "none" then turns off enable_thinking.
     """
     tokenizer, variables = front.check_ready()[0].text(), dict(given or {})
     check_texts("chat_template_kwargs", list(variables), MAX_VARIABLES)
     front.note_unknown([f"chat_template_kwargs.{name}" for name in variables if not tokenizer.template_uses(name)])
-    for name, hint in hints.items():
+    for name, (hint, place) in hints.items():
         if hint is None:
             continue
+        text_at(hint, place)
         if tokenizer.template_uses(name):
             variables[name] = hint
         elif (name, hint) == ("reasoning_effort", "none") and tokenizer.template_uses("enable_thinking"):
             variables.setdefault("enable_thinking", False)
         else:
-            front.note_unknown([renamed.get(name, name)], "fields that the chat template does not use")
+            front.note_unknown([place], "fields that the chat template does not use")
     return variables
 
 
-def render(front: Front, conversation: Conversation) -> Prompt:
+def read_parts(content: Any, place: str, kinds: Collection[str], name: str = "part") -> list[dict[str, Any]]:
+    """The parts of a content; a text is one part, of type "text".
+
+    Args:
+        kinds: the types that they may have.
+        name: what a part is called, for messages.
+    """
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise bad_field(place, "not a content", expected=f"a text, or a list of {name}s", found=type(content).__name__)
+    for i, part in enumerate(content):
+        kind = object_at(part, f"{place}[{i}]", f"not a {name}", '{"type": …}').get("type")
+        if not isinstance(kind, str) or kind not in kinds:
+            hint = "minirt's models read text only" if str(kind).removeprefix("input_") in _NO_TEXT else None
+            expected = " or ".join(kinds)
+            raise bad_field(f"{place}[{i}].type", f"a {name} of another type", expected=expected, found=shown(kind), hint=hint)
+    return content
+
+
+def render(front: Front, conversation: Conversation) -> ChatTokens:
     """The prompt of a conversation. Not for the event loop's thread."""
     processor, _ = front.check_ready()
     tokenizer, messages = processor.text(), conversation.messages
@@ -104,13 +138,11 @@ def render(front: Front, conversation: Conversation) -> Prompt:
         checked_messages(messages)
         raise InputError("the model has no chat template", where="messages", hint="send a prompt to /v1/completions")
     limit = None if conversation.truncates else processor.limit(None)
-    options: dict[str, Any] = {
-        "tools": [tool.value for tool in conversation.tools] or None, "add_generation_prompt": conversation.opens_answer,
-        "continue_final_message": conversation.continues, "variables": conversation.variables,
-    }  # fmt: skip
-    text = tokenizer.render_chat(messages, **options)
-    tokens = tokenizer.encode_rendered(text, messages, limit, processor.keeps_states, **options)
-    return Prompt(tokens, text, checked_messages(messages[-1:])[0]["content"])
+    return tokenizer.encode_chat(
+        messages, limit, with_history=processor.keeps_states, tools=[tool.value for tool in conversation.tools] or None,
+        add_generation_prompt=conversation.opens_answer, continue_final_message=conversation.continues,
+        variables=conversation.variables,
+    )  # fmt: skip
 
 
 def prepare(
@@ -119,31 +151,65 @@ def prepare(
 ) -> Prepared:  # fmt: skip
     """Render a conversation, plan its answers, and make its requests. Not for the event loop's thread.
 
+    A grammar holds from the first token on, unless the prompt has opened a reasoning block: then it holds after the block.
+    Nothing but the reasoning and forced calls is looked for in such an answer.
+
     Args:
         request: has the parameters that are the same in all APIs.
         renamed: see `sampling_params`.
         max_tokens: of an answer; None: all that fit, up to those of generation_config.json.
-        grammar: `structured_outputs` of the answer's content; None: any text.
+        grammar: `structured_outputs` of the answer's content; None: any text. Forced calls have another grammar.
         grammar_field: the field of the request that has it, unless that is `structured_outputs`.
-        params: more parameters of `SamplingParams`.
+        params: further parameters of `SamplingParams`.
     """
     processor, _ = front.check_ready()
-    tokenizer, tools, choice = processor.text(), conversation.tools, conversation.tool_choice
-    check_tools(front.reply_format, tokenizer, tools, choice)
+    form, tokenizer, tools, choice = front.reply_format, processor.text(), conversation.tools, conversation.tool_choice
+    _check_tools(form, tokenizer, tools, choice)
     prompt = render(front, conversation)
-    continued = prompt.last if conversation.continues else ""
-    plan = ReplyPlan.of(front.reply_format, tools, choice, prompt.text, continued, conversation.parallel, grammar)
-    if plan.forces:
+    last = checked_messages(conversation.messages[-1:])[0]["content"]
+    continued = last if conversation.continues else ""
+    forces = choice not in (None, "none", "auto")
+    if forces:
         if request.structured_outputs:
             raise bad_field("structured_outputs", "excludes a tool_choice that forces calls", found=shown(choice))
-        grammar_field = "tools"
+        grammar_field, several = "tools", conversation.parallel
+        grammar = {"json": call_schema(tools, several) if choice == "required" else chosen(tools, choice).parameters}
     exchange.grammar_field = None if request.structured_outputs not in (None, {}) else grammar_field
+    if grammar is not None:
+        stated = grammar.get("reasoning_end") if isinstance(grammar, dict) else None
+        reasons = form.reasoning if stated is not None or form.opens_reasoning(prompt.text, continued) else None
+        if reasons and stated is None and isinstance(grammar, dict):  # else it is refused later
+            grammar = grammar | {"reasoning_end": reasons[1]}
+        form, choice = ReplyFormat(reasoning=reasons), choice if forces else "none"
+        params["structured_outputs"] = grammar
+    parse = partial(form.parser, prompt.text, tools, choice, continued)
+    parser = parse()
+    is_plain = isinstance(parser, ReplyParser) and parser.passes_through
+    if not is_plain and form.needs_special_tokens(tokenizer.special_tokens):
+        params["skip_special_tokens"] = False
     if max_tokens is None:
-        max_tokens = _room(front, len(prompt.tokens), request.truncate_prompt_tokens)
-    sampling = sampling_params(request, renamed, max_tokens=max_tokens, **params, **plan.sampling(tokenizer))
+        max_tokens = _room(front, len(prompt), request.truncate_prompt_tokens)
+    sampling = sampling_params(request, renamed, max_tokens=max_tokens, **params)
     priority = request.priority or 0
-    call = processor.prepare([prompt.tokens], sampling, priority, single=False, cache_salt=request.cache_salt)
-    return Prepared(prompt, plan, call, tokenizer)
+    call = processor.prepare([prompt], sampling, priority, single=False, cache_salt=request.cache_salt)
+    return Prepared(last, call, tokenizer, parse, is_plain, conversation.parallel, forces)
+
+
+def _check_tools(form: ReplyFormat, tokenizer: Tokenizer, tools: Sequence[Tool], choice: object) -> None:
+    """Check that the model gets these tools, and that its calls can be read.
+
+    Raises:
+        HTTPError, InputError: it is not so, or `choice` is no `tool_choice`.
+    """
+    form.parser("", tools, choice)
+    if not tools or choice not in (None, "auto"):
+        return
+    hint = 'tool_choice "required" and named functions work without it'
+    if not tokenizer.template_uses("tools"):
+        raise bad_field("tools", "the model's chat template does not use tools", hint=hint)
+    if form.response_template is None and form.tool_calls is None:
+        hint = f"start the server with --tool-call-parser; {hint}"
+        raise bad_field("tools", "the format of the model's tool calls is not known", hint=hint)
 
 
 def _room(front: Front, prompt_tokens: int, kept: int | None) -> int:

@@ -10,17 +10,18 @@ import socket
 import sys
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
 from minirt.engine.request import Request, TokenOutput
-from minirt.errors import DeviceFailedError, MinirtError, inside, printable
+from minirt.errors import DeviceFailedError, inside, printable
 from minirt.generator import Generator
 from minirt.loading.load import find
 from minirt.loading.options import LoadOptions
 from minirt.progress import load_bars
 from minirt.server import wire
+from minirt.server.errors import named
 from minirt.sizes import format_size
 from minirt.user_code import import_file
 from minirt.wording import command_line
@@ -40,12 +41,10 @@ class _Connection:
         with self._lock:
             self._socket.sendall(data)
 
-    def receive(self) -> list[Any]:
-        """The next messages. Empty if the front has closed the connection."""
+    def messages(self) -> Iterator[Any]:
+        """The front's messages, until it closes the connection."""
         while data := self._socket.recv(_READ):
-            if messages := [wire.TO_ENGINE.decode(body) for body in self._frames.feed(data)]:
-                return messages
-        return []
+            yield from map(wire.TO_ENGINE.decode, self._frames.feed(data))
 
 
 @cache
@@ -60,23 +59,19 @@ def main(descriptor: int) -> int:
     warnings.showwarning = lambda message, *_, **__: _print_warning(printable(message))
     sys.setswitchinterval(wire.SWITCH_SECONDS)
     connection = _Connection(descriptor)
-    messages = connection.receive()
-    if not messages:
+    messages = connection.messages()
+    start: wire.Start | None = next(messages, None)
+    if start is None:
         return 1
-    start: wire.Start = messages[0]
     try:
         generator = _load(connection, start)
-    except MinirtError as error:
-        connection.send(wire.Failed(error))
-        return 1
     except Exception as error:
-        connection.send(wire.Failed(MinirtError(f"the model cannot be loaded: {type(error).__name__}: {error}")))
+        connection.send(wire.Failed(named(error, "the model cannot be loaded")))
         return 1
     server = _Server(connection, generator)
     try:
-        while messages := connection.receive():
-            for message in messages:
-                server.handle(message)
+        for message in messages:
+            server.handle(message)
     except ConnectionError:
         pass
     generator.close()
@@ -88,7 +83,7 @@ def _load(connection: _Connection, start: wire.Start) -> Generator:
         import_file(file)
     options = LoadOptions(**start.options)
     files = find(options.model, options.revision, need_weights=not options.random_weights, progress=start.progress).files
-    connection.send(wire.Found(str(files.folder) if files else None))
+    connection.send(wire.ModelFiles(str(files.folder) if files else None))
     with load_bars(start.progress) as progress:
         generator = Generator.from_pretrained(options, progress=progress)
     kept = {}
@@ -112,44 +107,32 @@ def _load(connection: _Connection, start: wire.Start) -> Generator:
 
 
 class _Server:
-    """Carries out the front's messages on a generator's engine."""
+    """Carries out the front's messages on a generator's engine, and is the sink of all requests."""
 
     def __init__(self, connection: _Connection, generator: Generator) -> None:
-        self._connection, self._thread, self._sender = connection, generator._engine, _Sender(connection)
+        self._connection, self._thread = connection, generator._engine
 
-    def handle(self, message: wire.Submit | wire.Abort | wire.AskStats | wire.AskTokens) -> None:
+    def handle(self, message: wire.Submit | wire.Abort | wire.Ask) -> None:
         match message:
             case wire.Submit():
                 self._submit(message.whole())
             case wire.Abort(request_ids=request_ids):
                 self._thread.abort(request_ids)
-            case wire.AskStats():
-                self._thread.ask(lambda engine: wire.Stats(engine.stats), self._connection.send)
-            case wire.AskTokens(request_ids=request_ids):
-                self._thread.ask(lambda engine: wire.Tokens(list(map(engine.num_tokens, request_ids))), self._connection.send)
+            case wire.Ask(request_ids=ids):
+                self._thread.ask(lambda engine: wire.Answer(engine.stats, [*map(engine.num_tokens, ids)]), self._connection.send)
 
     def _submit(self, requests: Sequence[Request]) -> None:
         """Add the requests of one call, or refuse all of them: they have the same prompt, or belong together."""
         try:
             for request in requests:
                 self._thread.check(request, compiles=False)  # a grammar must not delay the messages after it
-            self._thread.submit(requests, self._sender)
-        except MinirtError as error:
-            self._refuse(requests, error)
+            self._thread.submit(requests, self)
         except Exception as error:
-            self._refuse(requests, MinirtError(f"the request cannot be checked: {type(error).__name__}: {error}"))
-
-    def _refuse(self, requests: Sequence[Request], error: MinirtError) -> None:
-        self._connection.send(wire.Step([TokenOutput(request.id, (), "error", error) for request in requests]))
-
-
-class _Sender:
-    """The sink of all requests: sends outputs to the front. Ends the process after the front has ended or the GPU has failed."""
-
-    def __init__(self, connection: _Connection) -> None:
-        self._connection = connection
+            refusal = named(error, "the request cannot be checked")
+            self._connection.send(wire.Step([TokenOutput(request.id, (), "error", refusal) for request in requests]))
 
     def put(self, outputs: list[TokenOutput]) -> None:
+        """Send outputs to the front. Ends the process after the front has ended or the GPU has failed."""
         try:
             self._connection.send(wire.Step(outputs))
         except OSError:  # the front has ended

@@ -2,21 +2,13 @@
 
 import re
 import reprlib
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
 
-from minirt.errors import (
-    ContextLengthError,
-    DeviceFailedError,
-    EngineError,
-    InputError,
-    MinirtError,
-    QueueFullError,
-    SlowReaderError,
-    TokenizerError,
-    UnsupportedError,
-)
+from minirt import errors
+from minirt.errors import ContextLengthError, InputError, MinirtError, QueueFullError, TokenizerError
 
 
 class HTTPError(MinirtError):
@@ -49,6 +41,22 @@ def bad_field(param: str, what: str, *, expected: object = None, found: object =
     return HTTPError(400, what, param=param, expected=expected, found=found, hint=hint)
 
 
+def named(error: Exception, what: str) -> MinirtError:
+    """An error as one of minirt's. `what`: says what an unforeseen one has prevented."""
+    if isinstance(error, MinirtError):
+        return error
+    unforeseen = MinirtError(f"{what}: {type(error).__name__}: {error}")
+    unforeseen.__cause__ = error
+    return unforeseen
+
+
+def check_choice(param: str, value: object, options: Collection[str], what: str = "not an acceptable value") -> str:
+    """The value, if it is one of these texts. Else 400."""
+    if not isinstance(value, str) or value not in options:
+        raise bad_field(param, what, expected=" or ".join(options), found=shown(value))
+    return value
+
+
 def shown(value: object) -> str:
     """A value of a request for an error's message. Long and nested ones are cut before they are written."""
     return _SHORT.repr(value)[:80]
@@ -57,26 +65,28 @@ def shown(value: object) -> str:
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 _TYPES = {
-    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error",
-    408: "timeout_error", 413: "invalid_request_error", 429: "rate_limit_error", 499: "cancelled", 500: "server_error",
-    503: "overloaded_error", 504: "timeout_error",
+    401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error", 499: "cancelled",
+    500: "server_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+
+
+def error_type(status: int, others: Mapping[int, str] = {}) -> str:
+    """OpenAI's type of an error. `others`: those of another API, by their statuses."""
+    types = {**_TYPES, **others}
+    return types.get(status, "invalid_request_error" if status < 500 else types[500])
+
+
+_STATUSES: dict[type[MinirtError], int] = {
+    InputError: 400, TokenizerError: 400, errors.UnsupportedError: 400, QueueFullError: 429, errors.SlowReaderError: 499,
+    errors.EngineError: 503, errors.DeviceFailedError: 503,
 }  # fmt: skip
 
 
 def status_of(error: MinirtError) -> int:
     """The HTTP status of an error."""
-    match error:
-        case HTTPError(status=status):
-            return status
-        case InputError() | TokenizerError() | UnsupportedError():
-            return 400
-        case QueueFullError():
-            return 429
-        case SlowReaderError():
-            return 499
-        case EngineError() | DeviceFailedError():
-            return 503
-    return 500
+    if isinstance(error, HTTPError):
+        return error.status
+    return next((status for kind, status in _STATUSES.items() if isinstance(error, kind)), 500)
 
 
 def param_of(error: MinirtError, prompt_field: str | None) -> str | None:
@@ -93,24 +103,13 @@ def param_of(error: MinirtError, prompt_field: str | None) -> str | None:
     return name if named else prompt_field
 
 
-def retry_after(error: MinirtError) -> int | None:
-    if isinstance(error, HTTPError):
-        return error.retry_after
-    return 1 if isinstance(error, QueueFullError) else None
-
-
 def error_fields(error: MinirtError, prompt_field: str | None = None) -> dict[str, Any]:
     """What an answer says about an error: message, type, param and code, as OpenAI does."""
-    status = status_of(error)
-    code: str | None = None
-    if isinstance(error, HTTPError):
-        code = error.code
-    elif isinstance(error, ContextLengthError):
+    code = error.code if isinstance(error, HTTPError) else None
+    if isinstance(error, ContextLengthError):
         code = "context_length_exceeded"
-    return {
-        "message": str(error), "type": _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error"),
-        "param": param_of(error, prompt_field), "code": code,
-    }  # fmt: skip
+    kind, param = error_type(status_of(error)), param_of(error, prompt_field)
+    return {"message": str(error), "type": kind, "param": param, "code": code}
 
 
 def error_body(error: MinirtError, prompt_field: str | None = None) -> bytes:

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from minirt.errors import MinirtError
-from minirt.server.errors import HTTPError, error_body, retry_after, status_of
+from minirt.errors import MinirtError, QueueFullError
+from minirt.server.errors import HTTPError, error_body, status_of
 from minirt.server.json_size import check_size
 
 BODY_SECONDS = 60  # how long the upload of a body may take
@@ -29,21 +29,18 @@ class Exchange:
         root: the path under which a proxy, or the host of the ASGI application, serves the server; "": none.
         status: of the answer; 0 before it begins, 499 if the client has gone.
         started: `time.perf_counter()` at the beginning.
-        log: more fields of the line in the log.
+        log: further fields of the line in the log.
         streaming: whether the answer is a stream of events.
         prompt_field: the field that errors of the prompt are about.
         grammar_field: the field that errors of `structured_outputs` are about, if it is another one.
-        headers: more headers of the answer.
+        headers: further headers of the answer.
         error_body: the body of an error; `prompt_field` is its second argument.
         error_event: the events of an error in a stream. None: an event with its body.
     """
 
-    def __init__(
-        self, scope: Any, receive: Any, send: Any, exchange_id: str, headers: Sequence[tuple[bytes, bytes]] = (),
-        root: str = "",
-    ) -> None:  # fmt: skip
-        self._scope, self._receive, self._send, self.headers = scope, receive, send, list(headers)
-        self.id = exchange_id
+    def __init__(self, scope: Any, receive: Any, send: Any, exchange_id: str, root: str = "") -> None:
+        self._scope, self._receive, self._send, self.id = scope, receive, send, exchange_id
+        self.headers: list[tuple[bytes, bytes]] = []
         self.method, self.path, self.root = scope["method"], scope["path"], root or scope.get("root_path", "")
         if f"{self.path}/".startswith(f"{self.root}/"):  # else a proxy has removed it
             self.path = self.path.removeprefix(self.root) or "/"
@@ -71,19 +68,18 @@ class Exchange:
             what, shown = "bodies that are compressed are not supported", coding.decode("latin-1")[:80]
             raise HTTPError(415, what, param="content-encoding", found=shown)
         stated = self.header(b"content-length") or b"0"
-        size, parts = int(stated) if stated.isdigit() else 0, []
+        size, parts = int(stated) if stated.isdigit() else 0, list[bytes]()
+        received, goes_on = 0, True
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                goes_on = size <= limit
-                size = size if not goes_on else 0
                 while goes_on and size <= limit:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
                         self.disconnected = True
                         raise HTTPError(499, "the client has gone")
                     parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    goes_on = message.get("more_body", False)
+                    received += len(parts[-1])
+                    size, goes_on = max(size, received), message.get("more_body", False)
         except TimeoutError:
             raise HTTPError(408, "the body did not arrive in time", expected=f"{BODY_SECONDS} s") from None
         if size > limit:
@@ -121,7 +117,7 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     def named(self, error: MinirtError) -> MinirtError:
-        """An error of a grammar as one of the request's own field. Other errors are returned unchanged."""
+        """An error of a grammar as one of the request's field. Other errors are returned unchanged."""
         name, _, place = str(error.where or "").partition(", ")  # `place`: in a JSON schema
         if self.grammar_field is None or isinstance(error, HTTPError) or not name.startswith("structured_outputs"):
             return error
@@ -143,7 +139,8 @@ class Exchange:
                 self.drop()
             return
         headers = []
-        if (seconds := retry_after(error)) is not None:
+        seconds = error.retry_after if isinstance(error, HTTPError) else 1 if isinstance(error, QueueFullError) else None
+        if seconds is not None:
             headers.append((b"retry-after", str(seconds).encode()))
         if isinstance(error, HTTPError) and error.status in (408, 413):  # the rest of the body is not read
             headers.append((b"connection", b"close"))

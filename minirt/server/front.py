@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from minirt.errors import MinirtError, printable
+from minirt.errors import MinirtError, inside, printable
 from minirt.processor import Call, Processor
 from minirt.server.errors import HTTPError
 from minirt.server.exchange import Exchange
@@ -70,15 +70,17 @@ class Front:
         return cls(options, engine, Metrics(options.names[0]), int(time.time()))
 
     async def load(self) -> None:
-        """Load the tokenizer while the engine's process loads the weights, then wait for it.
-
-        Raises:
-            MinirtError: the model cannot be loaded.
-        """
-        self.folder = await self.engine.found
+        """Load the tokenizer while the engine's process loads the weights, then wait for it. Raises what has prevented it."""
+        template = declared = None
+        self.folder = await self.engine.folder
         if self.folder is not None:
             self.tokenizer = await self.in_thread(Tokenizer.load, Path(self.folder))
-        self._choose_reply_format()
+        if self.tokenizer is not None:
+            template, declared = self.tokenizer.tool_template, self.tokenizer.response_template
+        with inside("--tool-call-parser"):
+            self.reply_format = ReplyFormat.choose(template, declared, self.options.tool_call_parser)
+        for note in self.reply_format.notes:
+            sys.stderr.write(f"minirt: {printable(note)}\n")
         info = await self.engine.ready
         name = self.options.names[0]
         self.processor = Processor(
@@ -88,16 +90,6 @@ class Front:
         if not self.options.quiet:
             for file, kept in info.facts.get("warm_prompts", {}).items():
                 sys.stderr.write(f"minirt: {printable(file)}: {kept} tokens are kept for prompts that begin with them\n")
-
-    def _choose_reply_format(self) -> None:
-        tokenizer = self.tokenizer
-        template, declared = (None, None) if tokenizer is None else (tokenizer.tool_template, tokenizer.response_template)
-        try:
-            self.reply_format = ReplyFormat.choose(template, declared, self.options.tool_call_parser)
-        except MinirtError as error:
-            raise error.within("--tool-call-parser") from error
-        for note in self.reply_format.notes:
-            sys.stderr.write(f"minirt: {printable(note)}\n")
 
     @property
     def state(self) -> str:
@@ -109,11 +101,7 @@ class Front:
         return "loading" if self.info is None else "ready"
 
     def check_ready(self) -> tuple[Processor, Ready]:
-        """The processor and the model's limits.
-
-        Raises:
-            HTTPError: 503 while the model is loaded, while the server drains, and after the engine has ended.
-        """
+        """The processor and the model's limits. Raises 503 while the model is loaded or the server drains, and after the end."""
         state = self.state
         if state != "ready" or self.processor is None or self.info is None:
             if state == "failed":

@@ -9,7 +9,7 @@ from minirt.engine.sinks import Port
 from minirt.errors import MinirtError, SlowReaderError
 from minirt.outputs import CompletionStream
 from minirt.processor import Call
-from minirt.server.errors import status_of
+from minirt.server.errors import named, status_of
 from minirt.server.metrics import Metrics
 from minirt.server.remote_engine import RemoteEngine
 
@@ -148,7 +148,7 @@ class Generation:
                     self._pending[choice] = None
                     self._wakeup.wake()
         except Exception as error:  # one call must not end the others
-            self.fail(error if isinstance(error, MinirtError) else _unforeseen(error))
+            self.fail(named(error, "the output cannot be processed"))
 
     def fail(self, error: MinirtError) -> None:
         """End all requests with an error, which `wait` raises."""
@@ -161,11 +161,7 @@ class Generation:
             self._wakeup.wake()
 
     async def wait(self) -> None:
-        """Wait until there is something to send, or all requests have ended.
-
-        Raises:
-            MinirtError: a request failed, so that all have ended.
-        """
+        """Wait until there is something to send, or all requests have ended. Raises the error if one has failed."""
         if self._error is None and not self._pending and not self.done:
             await self._wakeup.wait()
         if self._error is not None:
@@ -181,9 +177,3 @@ class Generation:
         """What the choice had to send is in a chunk now."""
         self._unsent -= choice.num_tokens
         choice.text, choice.num_tokens, choice.begun = "", 0, True
-
-
-def _unforeseen(error: Exception) -> MinirtError:
-    unforeseen = MinirtError(f"the output cannot be processed: {type(error).__name__}: {error}")
-    unforeseen.__cause__ = error
-    return unforeseen

@@ -31,7 +31,7 @@ class HTTPProtocol(HttpToolsProtocol):
     _skips = False  # the parser reads the head of `_ignore_upgrade`, or what follows the last request
     _rest: int | None = None  # bytes that may still come of a request that has its answer
     _closes = False  # this answer is the last one
-    _ended = False  # nothing more is parsed
+    _ended = False  # nothing is parsed any longer
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -5,9 +5,12 @@ The front counts in plain attributes, because it counts every token. `exposition
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily as Counter
+from prometheus_client.core import GaugeMetricFamily as Gauge
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from minirt.engine.request import EngineStats
@@ -15,14 +18,8 @@ from minirt.engine.request import EngineStats
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 # vLLM's bounds, in seconds.
-_FIRST_TOKEN = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5,
-    10.0, 20.0, 40.0, 80.0, 160.0,
-)  # fmt: skip
-_TOKEN = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0,
-    20.0, 40.0, 80.0,
-)  # fmt: skip
+_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80)
 _REQUEST = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
@@ -50,11 +47,7 @@ class Histogram:
 
 
 class Metrics:
-    """What the front has counted since its start.
-
-    Args:
-        model: the value of the label `model_name`.
-    """
+    """What the front has counted since its start. `model`: the value of the label `model_name`."""
 
     def __init__(self, model: str) -> None:
         self.model = model
@@ -75,46 +68,33 @@ class Metrics:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Metric]:
-        def gauge(name: str, help_text: str, value: float) -> Metric:
-            family = GaugeMetricFamily(f"vllm:{name}", help_text, labels=["model_name"])
-            family.add_metric([self.model], value)
-            return family
-
-        def counter(name: str, help_text: str, value: float) -> Metric:
-            family = CounterMetricFamily(f"vllm:{name}", help_text, labels=["model_name"])
-            family.add_metric([self.model], value)
+        def metric(kind: Any, name: str, help_text: str, value: Any, label: str | None = None) -> Metric:
+            """One value, or with a `label` those of a dict by the label's values."""
+            family = kind(f"vllm:{name}", help_text, labels=["model_name", *([label] if label else [])])
+            for labels, number in [([str(key)], n) for key, n in value.items()] if label else [([], value)]:
+                family.add_metric([self.model, *labels], number)
             return family
 
         if (engine := self._engine) is not None:
-            yield gauge("num_requests_running", "Requests that hold KV pages.", engine.num_running)
-            yield gauge("num_requests_waiting", "Requests that wait.", engine.num_waiting)
-            yield gauge("kv_cache_usage_perc", "Share of KV pages in use; 1 is all.", engine.kv_cache_usage)
-            yield counter("num_preemptions", "Running requests that lost their KV pages to others.", engine.num_preemptions)
-            yield counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", engine.prefix_cache_queries)
-            yield counter("prefix_cache_hits", "Tokens found in the prefix cache.", engine.prefix_cache_hits)
+            yield metric(Gauge, "num_requests_running", "Requests that hold KV pages.", engine.num_running)
+            yield metric(Gauge, "num_requests_waiting", "Requests that wait.", engine.num_waiting)
+            yield metric(Gauge, "kv_cache_usage_perc", "Share of KV pages in use; 1 is all.", engine.kv_cache_usage)
+            what = "Running requests that lost their KV pages to others."
+            yield metric(Counter, "num_preemptions", what, engine.num_preemptions)
+            yield metric(Counter, "prefix_cache_queries", "Tokens looked up in the prefix cache.", engine.prefix_cache_queries)
+            yield metric(Counter, "prefix_cache_hits", "Tokens found in the prefix cache.", engine.prefix_cache_hits)
             if engine.prefix_cache_recomputed is not None:
                 what = "Tokens whose KV pages were found, computed again for want of a state of recurrent layers."
-                yield counter("prefix_cache_recomputed", what, engine.prefix_cache_recomputed)
-            if engine.drafts.num_accepted_per_position:  # speculative decoding is on
-                drafts = engine.drafts
-                yield counter("spec_decode_num_drafts", "How often drafts of a request were verified.", drafts.num_drafts)
-                yield counter("spec_decode_num_draft_tokens", "Drafts that were verified.", drafts.num_draft_tokens)
-                yield counter("spec_decode_num_accepted_tokens", "Drafts that were accepted.", drafts.num_accepted_tokens)
-                by_position = CounterMetricFamily(
-                    "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted drafts, by their place in a step.",
-                    labels=["model_name", "position"],
-                )  # fmt: skip
-                for position, count in enumerate(drafts.num_accepted_per_position):
-                    by_position.add_metric([self.model, str(position)], count)
-                yield by_position
-        yield counter("prompt_tokens", "Tokens of prompts.", self.prompt_tokens)
-        yield counter("generation_tokens", "Generated tokens.", self.generation_tokens)
-        success = CounterMetricFamily(
-            "vllm:request_success", "Finished requests, by reason.", labels=["model_name", "finished_reason"]
-        )
-        for reason, count in self.finished.items():
-            success.add_metric([self.model, reason], count)
-        yield success
+                yield metric(Counter, "prefix_cache_recomputed", what, engine.prefix_cache_recomputed)
+            if (drafts := engine.drafts).num_accepted_per_position:  # speculative decoding is on
+                yield metric(Counter, "spec_decode_num_drafts", "How often drafts of a request were verified.", drafts.num_drafts)
+                yield metric(Counter, "spec_decode_num_draft_tokens", "Drafts that were verified.", drafts.num_draft_tokens)
+                yield metric(Counter, "spec_decode_num_accepted_tokens", "Drafts that were accepted.", drafts.num_accepted_tokens)
+                places, what = dict(enumerate(drafts.num_accepted_per_position)), "Accepted drafts, by their place in a step."
+                yield metric(Counter, "spec_decode_num_accepted_tokens_per_pos", what, places, "position")
+        yield metric(Counter, "prompt_tokens", "Tokens of prompts.", self.prompt_tokens)
+        yield metric(Counter, "generation_tokens", "Generated tokens.", self.generation_tokens)
+        yield metric(Counter, "request_success", "Finished requests, by reason.", self.finished, "finished_reason")
         for name, help_text, histogram in (
             ("time_to_first_token_seconds", "From the arrival of a request to its first token.", self.time_to_first_token),
             ("inter_token_latency_seconds", "Between two tokens of a request.", self.inter_token_latency),

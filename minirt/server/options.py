@@ -1,10 +1,10 @@
 """`ServerOptions`: the options of `minirt serve` that are about neither loading nor the address."""
 
-import math
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from minirt.errors import MinirtError, quoted
@@ -40,16 +40,12 @@ def _keys(values: Any, place: str, error: type[MinirtError], hint: str | None = 
     return tuple(values)
 
 
-def _seconds(value: Any, place: str, error: type[MinirtError], hint: str | None = None) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or value < 0:
-        raise error("not a number of seconds", where=place, expected="a number >= 0", found=quoted(value, 80))
+def _seconds(value: Any, place: str, error: type[MinirtError], hint: str | None = None, may_be_0: bool = True) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not (value > 0 or (value == 0 and may_be_0)):
+        expected = "a number >= 0" if may_be_0 else "a number above 0"
+        raise error("not a number of seconds", where=place, expected=expected, found=quoted(value, 80))
     return value
-
-
-def _timeout(value: Any, place: str, error: type[MinirtError], hint: str | None = None) -> float:
-    if value == 0:
-        raise error("not a number of seconds", where=place, expected="a number above 0", found=value)
-    return _seconds(value, place, error, hint)
 
 
 @documented
@@ -76,7 +72,7 @@ class ServerOptions(Settings):
     allowed_origins: tuple[str, ...] = setting(
         "Web pages of this origin may use the API; * is all.", (), check=_origins, option="--allow-origin", kind="several",
         metavar="ORIGIN", elsewhere={"vLLM": "allowed_origins"})
-    request_timeout: float | None = setting("Seconds after which a request is aborted.", check=_timeout)
+    request_timeout: float | None = setting("Seconds after which a request is aborted.", check=partial(_seconds, may_be_0=False))
     drain_timeout: float = setting("Seconds that running requests get to end after SIGTERM.", 60.0, check=_seconds)
     stream_interval: int = setting(
         "Tokens of a stream that are sent together; the first one is sent at once.", 1, check=Integer(1))

@@ -8,18 +8,19 @@ fields of their own.
 import functools
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 from minirt.errors import InputError
 from minirt.sampling_params import MAX_LOGPROBS, SamplingParams
-from minirt.server.errors import HTTPError, bad_field, shown
+from minirt.server.errors import HTTPError, bad_field, check_choice, shown
+from minirt.server.exchange import Exchange
 from minirt.server.front import Front
 from minirt.settings import settings_of
+from minirt.text.messages import object_at
 
-MAX_CHOICES = 4096  # prompts × n of one request
 MAX_N = 128
 MAX_STOP_LENGTH = 1000
 MAX_VARIABLES = 64  # of a chat template
@@ -51,8 +52,9 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class Common(_FIELDS, msgspec.Struct, kw_only=True):
-    """The fields that mean the same in every API that generates."""
+    """The fields that mean the same in every API that generates. `prompt_fields`: those that have the prompt."""
 
+    prompt_fields: ClassVar[tuple[str, ...]]
     model: str | None = None
     stream: bool | None = None
     seed: int | None = None  # see `_seed`; `SamplingParams` checks the upper limit
@@ -80,13 +82,9 @@ class Sampling(Common, kw_only=True):
     response_format: Any = None
 
     @property
-    def include_usage(self) -> bool:
-        options = self.stream_options
-        return options is not None and bool(options.include_usage or options.continuous_usage_stats)
-
-    @property
-    def continuous_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+    def grammar(self) -> Any:
+        """See `answer_form`."""
+        return answer_form(self.response_format, self.structured_outputs, "response_format", schema_field="json_schema.schema")
 
 
 _NO_TEMPLATE = "a request cannot bring its own chat template"
@@ -115,6 +113,11 @@ REFUSED: Refused = {
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend"), _GUIDED),
     "guided_whitespace_pattern": _GUIDED,
 }
+NO_LOGPROBS = "there are no log-probabilities here: use /v1/chat/completions"
+NO_CHOICES: Refused = {  # by the APIs whose answers have no choices
+    **REFUSED, **dict.fromkeys(("n", "best_of"), "there is one answer"),
+    **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), NO_LOGPROBS),
+}  # fmt: skip
 # Values with which a field that an API does not support asks for nothing, so that it is accepted. Null is one for every field.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("documents", "logits_processors", "functions", "tools", "context_management", "mcp_servers"), ([],)),
@@ -131,6 +134,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "reasoning_effort": ("none",),
 }
+_FREE = (Any, list[Any], dict[str, Any])  # types of fields that may be nested at will
 _PROMPTS = ("prompt", "input")  # are checked as what they are
 _LIMITS = {"max_tokens", "max_completion_tokens", "max_output_tokens"}
 
@@ -141,26 +145,12 @@ def _is_neutral(name: str, value: Any) -> bool:
     return value is None or any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral)
 
 
-def _decode_json(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body.
-
-    Raises:
-        HTTPError: it is no JSON object.
-    """
+def decode(front: Front, exchange: Exchange, body: bytes, kind: type[Body], refused: Refused = REFUSED) -> Body:
+    """A body as a request of this kind for this model, with checked types and limits. `refused`: the fields that are refused."""
     try:
-        value = msgspec.json.decode(body)
-    except RecursionError:
-        raise HTTPError(400, "the body is nested too deeply", param="body") from None
+        value = object_at(msgspec.json.decode(body), "body", "not a JSON object")
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise HTTPError(400, f"the body is not JSON: {error}", param="body") from None
-    if not isinstance(value, dict):
-        raise HTTPError(400, "the body is not a JSON object", param="body", found=type(value).__name__)
-    return value
-
-
-def decode(front: Front, body: bytes, kind: type[Body], refused: Refused = REFUSED) -> Body:
-    """A body as a request of this kind for this model, with checked types and limits. `refused`: the fields that are refused."""
-    value = _decode_json(body)
     known = _fields(kind)
     unknown = []
     for name in value.keys() - known.keys():
@@ -173,22 +163,25 @@ def decode(front: Front, body: bytes, kind: type[Body], refused: Refused = REFUS
         if value[name] == -1:  # no limit, as for other servers
             value[name] = front.check_ready()[1].max_len
     request = convert(value, kind)
-    for name, form in known.items():
-        if form.is_free and name not in _PROMPTS:
+    for name, types in known.items():
+        if not types.isdisjoint(_FREE) and name not in _PROMPTS:
             check_nesting(name, getattr(request, name))
     if isinstance(request, Common):
         _check_limits(request)
     front.check_model(value.get("model"))
+    if prompts := getattr(kind, "prompt_fields", ()):
+        exchange.prompt_field = prompts[0]
+        exchange.log |= {name: getattr(request, name) for name in prompts if front.options.log_prompts}
     return request
 
 
 def convert(value: dict[str, Any], kind: type[Body]) -> Body:
     """A JSON object as a struct. Integral floats become integers where those are meant."""
-    for name, form in _fields(kind).items():
+    for name, types in _fields(kind).items():
         given = value.get(name)
-        if form.is_integer:
+        if int in types and float not in types:
             value |= {} if given is None else {name: _as_integer(given)}
-        elif form.is_integers and type(given) is list and float in set(map(type, given)):
+        elif list[int] in types and type(given) is list and float in set(map(type, given)):
             value[name] = list(map(_as_integer, given))
     try:
         return msgspec.convert(value, kind)
@@ -198,14 +191,12 @@ def convert(value: dict[str, Any], kind: type[Body]) -> Body:
         field = ".".join(filter(None, (path.rstrip("`").lstrip("."), missing and missing[1]))) or "body"
         if missing:
             raise bad_field(field[:100], "is missing") from None
-        if types := re.fullmatch("Expected `(.*)`, got `(.*)`", what):
-            raise bad_field(field[:100], "wrong type", expected=_in_words(types[1]), found=_in_words(types[2])) from None
+        if got := re.fullmatch("Expected `(.*)`, got `(.*)`", what):
+            raise bad_field(field[:100], "wrong type", expected=_in_words(got[1]), found=_in_words(got[2])) from None
         if "`int`" in what and (limits := _limits(kind, field)) is not None:
             expected = f"an integer >= {limits.ge}" if limits.le == 2**53 else f"an integer from {limits.ge} to {limits.le}"
             raise bad_field(field, "not an acceptable value", expected=expected, found=shown(value[field])) from None
         raise HTTPError(400, what[:300], param=field[:100]) from None
-    except RecursionError:
-        raise HTTPError(400, "the body is nested too deeply", param="body") from None
 
 
 def _as_integer(value: Any) -> Any:
@@ -221,22 +212,11 @@ def _in_words(types: str) -> str:
     return " or ".join(_TYPES.get(name, name) for name in types.split(" | "))
 
 
-class _Form(NamedTuple):
-    """What a field may be. `is_free`: any JSON value, object or list."""
-
-    is_integer: bool
-    is_integers: bool
-    is_free: bool
-
-
 @functools.cache
-def _fields(kind: type) -> dict[str, _Form]:
-    fields = {}
-    for name, hint in get_type_hints(kind).items():
-        options = {hint, *(() if get_origin(hint) is list else get_args(hint))}
-        is_free = not options.isdisjoint((Any, list[Any], dict[str, Any]))
-        fields[name] = _Form(int in options and float not in options, list[int] in options, is_free)
-    return fields
+def _fields(kind: type) -> dict[str, set[Any]]:
+    """The types of each field."""
+    hints = get_type_hints(kind).items()
+    return {name: {hint, *(() if get_origin(hint) is list else get_args(hint))} for name, hint in hints}
 
 
 def _limits(kind: type, name: str) -> Meta | None:
@@ -250,9 +230,13 @@ def _check_limits(request: Common) -> None:
     for name, record in SETTINGS.items():
         if record.most is not None and (entries := getattr(request, name)):
             check_texts(name, entries, record.most)
-    _check_grammar("structured_outputs", request.structured_outputs)
+    for name in ("structured_outputs", "response_format"):
+        if (size := len(msgspec.json.encode(getattr(request, name, None)))) > MAX_GRAMMAR:
+            raise bad_field(name, "is too large", expected=f"at most {MAX_GRAMMAR:,} bytes", found=f"{size:,}")
     if isinstance(request, Sampling):
-        _check_choices(request)
+        if request.prompt_logprobs is not None and request.stream:
+            raise bad_field("prompt_logprobs", "is not for streams", expected="stream: false")
+        check_copies(request, request.n or 1)
 
 
 def check_texts(name: str, entries: str | Collection[Any], limit: int) -> None:
@@ -263,18 +247,6 @@ def check_texts(name: str, entries: str | Collection[Any], limit: int) -> None:
     longest = max((len(text) for text in entries if isinstance(text, str)), default=0)
     if longest > MAX_STOP_LENGTH:
         raise bad_field(name, "has too long a text", expected=f"at most {MAX_STOP_LENGTH} characters", found=longest)
-
-
-def _check_grammar(name: str, value: Any) -> None:
-    if (size := len(msgspec.json.encode(value))) > MAX_GRAMMAR:
-        raise bad_field(name, "is too large", expected=f"at most {MAX_GRAMMAR:,} bytes", found=f"{size:,}")
-
-
-def _check_choices(request: Sampling) -> None:
-    if request.prompt_logprobs is not None and request.stream:
-        raise bad_field("prompt_logprobs", "is not for streams", expected="stream: false")
-    _check_grammar("response_format", request.response_format)
-    check_copies(request, request.n or 1)
 
 
 def check_copies(request: Sampling, completions: int) -> None:
@@ -292,15 +264,15 @@ def _size(value: Any) -> int:
     return 8 * len(value) if numbers else len(msgspec.json.encode(value))
 
 
-def check_nesting(name: str, value: Any, limit: int = MAX_NESTING) -> None:
-    """Raise 400 if a JSON value has more levels than `limit`."""
+def check_nesting(name: str, value: Any) -> None:
+    """Raise 400 if a JSON value has too many levels."""
     level = [value]
-    for _ in range(limit + 1):
+    for _ in range(MAX_NESTING + 1):
         nested = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list)]
         level = [child for children in nested for child in children]
         if not level:
             return
-    raise bad_field(name, "is nested too deeply", expected=f"at most {limit} levels")
+    raise bad_field(name, "is nested too deeply", expected=f"at most {MAX_NESTING} levels")
 
 
 def sampling_params(request: Common, renamed: Mapping[str, str] = {}, **changes: Any) -> SamplingParams:
@@ -308,7 +280,7 @@ def sampling_params(request: Common, renamed: Mapping[str, str] = {}, **changes:
 
     Args:
         renamed: names of parameters → names of the fields that they come from, for messages.
-        changes: more parameters, which replace those of the request.
+        changes: parameters, which replace those of the request.
     """
     given = {name: value for name in SETTINGS if (value := getattr(request, name)) is not None} | {"seed": _seed(request.seed)}
     try:
@@ -325,13 +297,6 @@ def _seed(seed: int | None) -> int | None:
     return seed % 2**64 if -(2**63) <= seed < 0 else seed
 
 
-def check_range(name: str, value: int | None, low: int, high: int | None = None) -> None:
-    """Raise 400 if a number is out of its range. `high`: None if there is no upper limit."""
-    if value is not None and not (low <= value and (high is None or value <= high)):
-        expected = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
-        raise bad_field(name, "not an acceptable value", expected=expected, found=value)
-
-
 _KINDS = ("text", "json_object", "json_schema")
 
 
@@ -344,17 +309,15 @@ def answer_form(form: Any, stated: Any, name: str, *, schema_field: str = "schem
         name: of the field that has the form.
         schema_field: of the form, where the JSON schema is.
     """
-    if form is not None and not isinstance(form, dict):
-        raise bad_field(name, "not an object", found=shown(form))
-    kind = form.get("type") if form else None
-    if kind not in kinds and form:
-        raise bad_field(f"{name}.type", "not an acceptable value", expected=" or ".join(kinds), found=shown(kind))
+    kind = None
+    if form is not None and object_at(form, name):
+        check_choice(f"{name}.type", kind := form.get("type"), kinds)
     if kind in (None, "text"):
         return None if stated == {} else stated
     if stated not in (None, {}):
         raise bad_field("structured_outputs", f"excludes {name}", found=shown(stated))
     if kind == "json_object":
-        if form and form.get("schema") is not None:  # of other servers
+        if form.get("schema") is not None:  # of other servers
             raise bad_field(f"{name}.schema", "not a field of json_object", expected=f'"type": "json_schema", and {schema_field}')
         return {"json_object": True}
     schema: Any = form
@@ -363,8 +326,3 @@ def answer_form(form: Any, stated: Any, name: str, *, schema_field: str = "schem
     if not isinstance(schema, dict | bool):
         raise bad_field(f"{name}.{schema_field}", "not a JSON schema", expected="an object", found=shown(schema))
     return {"json": schema}
-
-
-def structured_outputs(request: Sampling) -> Any:
-    """The form of a request's answers; see `answer_form`."""
-    return answer_form(request.response_format, request.structured_outputs, "response_format", schema_field="json_schema.schema")

@@ -22,21 +22,21 @@ class RemoteEngine(asyncio.Protocol):
     """Starts the engine's process, sends it requests, and gives the outputs of each step to the sinks of the requests.
 
     Attributes:
-        found: done when the model's files are on the disk: the folder, or None.
+        folder: done when the model's files are on the disk: the folder, or None.
         ready: done when the model is loaded.
         ended: done when the process has ended: why.
     """
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
-        self.found: asyncio.Future[str | None] = loop.create_future()
+        self.folder: asyncio.Future[str | None] = loop.create_future()
         self.ready: asyncio.Future[wire.Ready] = loop.create_future()
         self.ended: asyncio.Future[MinirtError] = loop.create_future()
         self._failure: MinirtError | None = None
         self._sinks = Sinks()
         self._ids = itertools.count()
         self._frames = wire.Frames()
-        self._asking: list[asyncio.Future[Any]] = []  # answers come in the order of the questions
+        self._asking: list[asyncio.Future[wire.Answer]] = []  # answers come in the order of the questions
         self._transport: asyncio.Transport | None = None
         self._process: subprocess.Popen | None = None
 
@@ -100,18 +100,18 @@ class RemoteEngine(asyncio.Protocol):
 
     async def stats(self) -> EngineStats:
         """Ask for the engine's state. It answers between two steps."""
-        return await self._ask(wire.AskStats())
+        return (await self._ask([])).stats
 
     async def num_tokens(self, request_ids: list[int]) -> list[int]:
         """Ask how many tokens requests have generated; 0 if a request has ended. The engine answers between two steps."""
-        return await self._ask(wire.AskTokens(request_ids))
+        return (await self._ask(request_ids)).counts
 
-    async def _ask(self, question: wire.AskStats | wire.AskTokens) -> Any:
+    async def _ask(self, request_ids: list[int]) -> wire.Answer:
         if self._failure is not None:
             raise self._failure.copy()
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[wire.Answer] = asyncio.get_running_loop().create_future()
         self._asking.append(answer)
-        self._send(question)
+        self._send(wire.Ask(request_ids))
         return await answer
 
     async def stop(self) -> None:
@@ -142,30 +142,27 @@ class RemoteEngine(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        for body in self._frames.feed(data):
-            self._receive(wire.TO_FRONT.decode(body))
-
-    def _receive(self, message: Any) -> None:
-        match message:
-            case wire.Step(outputs=outputs):
-                self._sinks.deliver(outputs)
-            case wire.Stats(stats=answer) | wire.Tokens(counts=answer):
-                question = self._asking.pop(0)
-                if not question.done():
-                    question.set_result(answer)
-            case wire.Found(folder=folder) if not self.found.done():  # else nobody waits any more
-                self.found.set_result(folder)
-            case wire.Ready() if not self.ready.done():
-                self.ready.set_result(message)
-            case wire.Failed(error=error):
-                self._failure = error
+        for message in map(wire.TO_FRONT.decode, self._frames.feed(data)):
+            match message:
+                case wire.Step(outputs=outputs):
+                    self._sinks.deliver(outputs)
+                case wire.Answer():
+                    question = self._asking.pop(0)
+                    if not question.done():
+                        question.set_result(message)
+                case wire.ModelFiles(folder=folder) if not self.folder.done():  # else nobody waits any longer
+                    self.folder.set_result(folder)
+                case wire.Ready() if not self.ready.done():
+                    self.ready.set_result(message)
+                case wire.Failed(error=error):
+                    self._failure = error
 
     def connection_lost(self, exception: Exception | None) -> None:
         """The process has ended, or `stop` closed the connection. All open requests end with an error."""
         if self._failure is None:
             self._failure = EngineError("the engine's process has ended", found=self._exit_status())
         self._sinks.fail(list(self._sinks), self._failure)
-        waiting: list[asyncio.Future] = [self.found, self.ready, *self._asking]
+        waiting: list[asyncio.Future] = [self.folder, self.ready, *self._asking]
         for future in waiting:
             if not future.done():
                 future.set_exception(self._failure.copy())

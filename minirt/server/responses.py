@@ -5,17 +5,17 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from minirt.errors import MinirtError, quoted, shortened
+from minirt.errors import MinirtError, quoted
 from minirt.outputs import Completion
-from minirt.server.answers import Answer, ReplyAnswer, endpoint, named_event, usage_of
-from minirt.server.conversation import Conversation, Prepared, prepare, template_variables
-from minirt.server.errors import HTTPError, bad_field, error_fields
+from minirt.server.answers import Answer, ReplyAnswer, StreamEvent, endpoint, named_event, usage_of
+from minirt.server.conversation import Conversation, Prepared, prepare, read_parts, template_variables
+from minirt.server.errors import HTTPError, bad_field, check_choice, error_fields
 from minirt.server.exchange import Exchange
 from minirt.server.front import Front
-from minirt.server.protocol import REFUSED, Common, Int, Positive, Refused, StreamOptions, answer_form, decode
-from minirt.server.response_items import Output, StreamEvent, read_input
-from minirt.text.messages import text_at
-from minirt.text.reply import Event
+from minirt.server.json_size import check_text
+from minirt.server.protocol import NO_CHOICES, NO_LOGPROBS, Common, Int, Positive, StreamOptions, answer_form, decode
+from minirt.text.messages import object_at, text_at
+from minirt.text.reply import ContentDelta, ToolCallStart
 from minirt.text.tokenizer import Tokenizer
 from minirt.text.tools import Tool, read_tools
 
@@ -25,6 +25,7 @@ _PATH = "/v1/responses"
 class ResponsesRequest(Common, kw_only=True):
     """The fields of a request for a response."""
 
+    prompt_fields = ("input", "instructions")
     input: Any
     instructions: str | None = None
     max_output_tokens: Positive | None = None
@@ -40,16 +41,13 @@ class ResponsesRequest(Common, kw_only=True):
 
 
 _STATELESS = "answers are not stored: send the whole conversation in input"
-_NO_LOGPROBS = "log-probabilities are not in responses: use /v1/chat/completions"
-_REFUSED: Refused = {
-    **REFUSED,
+_REFUSED = {
+    **NO_CHOICES,
     **dict.fromkeys(("previous_response_id", "conversation"), _STATELESS),
     "background": "answers are not stored, so none can be asked for later",
     "prompt": "stored prompts are not supported: use input",
     **dict.fromkeys(("truncation", "context_management"), "a conversation is not shortened"),
-    **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), _NO_LOGPROBS),
     "messages": "is named input here",
-    **dict.fromkeys(("n", "best_of"), "there is one answer"),
     **dict.fromkeys(("max_tokens", "max_completion_tokens"), "is named max_output_tokens here"),
     "response_format": "is named text.format here",
     "reasoning_effort": "is named reasoning.effort here",
@@ -62,21 +60,25 @@ _INCLUDE = (
 )  # fmt: skip
 
 
+_ROLES = ("user", "assistant", "system", "developer")
+_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}  # type of a part → its text
+_REASONING = {"reasoning_text": "text", "summary_text": "text"}
+_ITEMS = "message, function_call, function_call_output or reasoning"
+
+
 def _prepare(front: Front, exchange: Exchange, body: bytes) -> Answer:
-    request = decode(front, body, ResponsesRequest, _REFUSED)
-    exchange.prompt_field = "input"
+    request = decode(front, exchange, body, ResponsesRequest, _REFUSED)
     _check(front, request)
-    if front.options.log_prompts:
-        exchange.log |= {"instructions": request.instructions, "input": request.input}
     tools, ignored = _read_tools(front, request.tools or []), dict[str, None]()
-    messages = read_input(request.input, request.instructions, ignored)
+    messages = _messages(request.input, request.instructions, ignored)
     front.note_unknown(list(ignored), "unsupported parts of requests")
+    text, effort = request.text or {}, (request.reasoning or {}).get("effort")
+    hints = {"reasoning_effort": (effort, "reasoning.effort"), "verbosity": (text.get("verbosity"), "text.verbosity")}
     conversation = Conversation(
-        messages, tools, _tool_choice(request.tool_choice, tools),
-        request.parallel_tool_calls is not False, _variables(front, request),
-        truncates=request.truncate_prompt_tokens is not None,
+        messages, tools, _tool_choice(request.tool_choice), request.parallel_tool_calls is not False,
+        template_variables(front, request.chat_template_kwargs, hints), truncates=request.truncate_prompt_tokens is not None,
     )  # fmt: skip
-    grammar = answer_form((request.text or {}).get("format"), request.structured_outputs, "text.format")
+    grammar = answer_form(text.get("format"), request.structured_outputs, "text.format")
     prepared = prepare(
         front, exchange, conversation, request, {"max_tokens": "max_output_tokens"}, max_tokens=request.max_output_tokens,
         grammar=grammar, grammar_field="text.format",
@@ -87,10 +89,10 @@ def _prepare(front: Front, exchange: Exchange, body: bytes) -> Answer:
 
 
 def _check(front: Front, request: ResponsesRequest) -> None:
-    if request.metadata is not None and not isinstance(request.metadata, dict):
-        raise bad_field("metadata", "not an object", found=type(request.metadata).__name__)
+    if request.metadata is not None:
+        object_at(request.metadata, "metadata")
     if "message.output_text.logprobs" in (include := request.include or ()):
-        raise bad_field("include", _NO_LOGPROBS, found="message.output_text.logprobs")
+        raise bad_field("include", NO_LOGPROBS, found="message.output_text.logprobs")
     front.note_unknown([f"include: {name}" for name in include if name not in _INCLUDE])
     for name, known in (("text", ("format", "verbosity")), ("reasoning", ("effort", "summary", "generate_summary"))):
         front.note_unknown([f"{name}.{part}" for part in getattr(request, name) or () if part not in known])
@@ -113,35 +115,103 @@ def _read_tools(front: Front, values: list[Any]) -> list[Tool]:
     return read_tools(values, read, "name", "parameters")
 
 
-def _tool_choice(choice: Any, tools: Sequence[Tool]) -> Any:
+def _tool_choice(choice: Any) -> Any:
     """A `tool_choice` as `ReplyFormat.parser` takes it."""
-    if choice in (None, "none", "auto", "required"):
-        return choice
-    names = [tool.name for tool in tools]
-    if isinstance(choice, dict) and choice.get("type") == "function" and choice.get("name") in names:
-        return {"type": "function", "function": {"name": choice["name"]}}
-    expected = shortened(f'none, auto, required, or {{"type": "function", "name": …}} with one of {", ".join(names)}')
-    raise bad_field("tool_choice", "not an acceptable choice", expected=expected, found=quoted(choice, 80))
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
 
 
-def _variables(front: Front, request: ResponsesRequest) -> dict[str, Any]:
-    """The variables of the chat template."""
-    hints = {"reasoning_effort": (request.reasoning or {}).get("effort"), "verbosity": (request.text or {}).get("verbosity")}
-    fields = {"reasoning_effort": "reasoning.effort", "verbosity": "text.verbosity"}
-    for name, hint in hints.items():
-        if hint is not None:
-            text_at(hint, fields[name])
-    return template_variables(front, request.chat_template_kwargs, hints, fields)
+# --- input items become messages ---
+
+
+def _messages(value: Any, instructions: str | None, ignored: dict[str, None]) -> list[dict[str, Any]]:
+    """A request's `input` as messages that `checked_messages` takes.
+
+    `instructions` and the system messages at the beginning become one system message, because many chat templates take one only.
+    Consecutive items of the assistant (reasoning, a message, calls) become one message. The text of a reasoning item is its
+    content, or else its summary; an item with neither is left out, and named in `ignored`.
+    """
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        raise bad_field("input", "not an input", expected="a text, or a non-empty list of items", found=quoted(value, 80))
+    messages: list[dict[str, Any]] = [] if instructions is None else [{"role": "system", "content": instructions}]
+    for i, item in enumerate(value):
+        place = f"input[{i}]"
+        kind = object_at(item, place, "not an item", "an object").get("type", "message" if "role" in item else None)
+        if kind == "message":
+            _add_message(messages, item, place)
+        elif kind == "function_call":
+            _assistant(messages, "tool_calls").setdefault("tool_calls", []).append(_call(item, place))
+        elif kind == "function_call_output":
+            output = _text_of(item.get("output"), f"{place}.output", _TEXTS)
+            messages.append({"role": "tool", "tool_call_id": text_at(item.get("call_id"), f"{place}.call_id"), "content": output})
+        elif kind == "reasoning":
+            texts = [_text_of(item.get(name) or [], f"{place}.{name}", _REASONING) for name in ("content", "summary")]
+            if reasoning := texts[0] or texts[1]:
+                message = _assistant(messages, "reasoning_content")
+                message["reasoning_content"] = "\n".join(filter(None, [message.get("reasoning_content"), reasoning]))
+            else:
+                ignored["input[reasoning without a text]"] = None
+        else:
+            stored = kind == "item_reference"
+            what = "answers are not stored: send the item itself" if stored else "not an acceptable item"
+            raise bad_field(f"{place}.type", what, expected=_ITEMS, found=quoted(kind, 80))
+    if not messages:
+        raise bad_field("input", "has no message", expected="at least one message")
+    return messages
+
+
+def _add_message(messages: list[dict[str, Any]], item: dict[str, Any], place: str) -> None:
+    role, text = item.get("role"), _text_of(item.get("content"), f"{place}.content", _TEXTS)
+    check_choice(f"{place}.role", role, _ROLES, "not an acceptable role")
+    if role == "assistant":
+        _assistant(messages, "content")["content"] = text
+        return
+    role = "system" if role == "developer" else role
+    if role == "system" and len(messages) == 1 and messages[0]["role"] == "system":
+        messages[0]["content"] += f"\n\n{text}"
+    else:
+        messages.append({"role": role, "content": text})
+
+
+# What the assistant's last message must not have, if it is to get a field: it would come later.
+_LATER = {"reasoning_content": ("content", "tool_calls"), "content": ("content", "tool_calls"), "tool_calls": ()}
+
+
+def _assistant(messages: list[dict[str, Any]], field: str) -> dict[str, Any]:
+    """The message of the assistant that gets `field`: the last one if it may, else a new one."""
+    if not messages or messages[-1]["role"] != "assistant" or any(messages[-1].get(later) for later in _LATER[field]):
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _call(item: dict[str, Any], place: str) -> dict[str, Any]:
+    arguments = "{}" if item.get("arguments") is None else text_at(item.get("arguments"), f"{place}.arguments")
+    check_text(arguments, f"{place}.arguments")
+    function = {"name": text_at(item.get("name"), f"{place}.name"), "arguments": arguments}
+    return {"id": text_at(item.get("call_id"), f"{place}.call_id"), "type": "function", "function": function}
+
+
+def _text_of(content: Any, place: str, fields: dict[str, str]) -> str:
+    """The text of a content. Its parts, which are joined with newlines, may have these types, with a text in this field."""
+    parts = ((part, fields.get(part["type"], "text")) for part in read_parts(content, place, fields))
+    return "\n".join(text_at(part.get(name), f"{place}[{i}].{name}") for i, (part, name) in enumerate(parts))
+
+
+# --- answers ---
+
+_GROWS = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}  # as events name it
 
 
 class _ResponseAnswer(ReplyAnswer):
-    """The response to a request, as it stands."""
+    """The response to a request, as it stands. Its parts are the output items."""
 
     def __init__(
         self, front: Front, exchange: Exchange, request: ResponsesRequest, tools: Sequence[Tool], prepared: Prepared
     ) -> None:
         super().__init__(prepared, request.stream)
-        self._output = Output(lambda prefix: f"{prefix}_{uuid.uuid4().hex}")
         self._tokenizer, self._status, self._num_events = prepared.tokenizer, "in_progress", 0
         self._id, self._created = f"resp_{exchange.id}", int(time.time())
         sampling, reasoning = self.completion.sampling, request.reasoning or {}
@@ -157,34 +227,29 @@ class _ResponseAnswer(ReplyAnswer):
             "top_p": sampling.top_p, "truncation": "disabled", "user": request.user,
         }  # fmt: skip
 
-    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        for event in self.whole_reply():
-            self._output.add(event)
+    def message(self) -> dict[str, Any]:
         self._end()
         return self._response()
 
     def begin(self) -> bytes:
         return self._about("created") + self._about("in_progress")
 
-    def tell(self, events: Sequence[Event]) -> list[bytes]:
-        return [self._encode(event) for reply in events for event in self._output.add(reply)]
-
     def end(self) -> bytes:
-        return b"".join(map(self._encode, self._end())) + self._about(self._status)
+        return b"".join(map(self.encode, self._end())) + self._about(self._status)
 
     def failed(self, error: MinirtError) -> bytes:
         """What tells that the reply has failed: an event with the error, and one with the response."""
         fields = error_fields(error)
         message, code = fields["message"], fields["code"] or fields["type"]
         self._end()
-        event = self._encode({"type": "error", "code": code, "message": message, "param": fields["param"]})
+        event = self.encode({"type": "error", "code": code, "message": message, "param": fields["param"]})
         return event + self._about("failed", {"code": "server_error", "message": message})
 
     def _end(self) -> list[StreamEvent]:
-        """The reply has ended, or is complete up to an error. Returns the last events of its items."""
-        complete = self.completion.finish_reason == "stop"
-        self._status = "completed" if complete else "incomplete"
-        return self._output.end(complete)
+        """The reply has ended, or is complete up to an error. A reply of nothing is an empty message."""
+        self._status = "completed" if self.completion.finish_reason == "stop" else "incomplete"
+        events = [] if self.parts else self.grow([ContentDelta("")])
+        return events + self.end_part(self._status == "completed")
 
     def _response(self, error: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The object that clients get. `error`: what it has failed with."""
@@ -193,13 +258,14 @@ class _ResponseAnswer(ReplyAnswer):
             "id": self._id, "object": "response", "created_at": self._created, "status": status, "error": error,
             "completed_at": int(time.time()) if status == "completed" else None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "output": [] if status == "in_progress" else self._output.items,
+            "output": [] if status == "in_progress" else self.parts,
             "usage": None if status == "in_progress" else self._usage(),
         } | self._said  # fmt: skip
 
     def _usage(self) -> dict[str, Any]:
         counts = usage_of(self.call)
-        reasoning = _reasoning_tokens(self._tokenizer, self.completion, self._output.reasoning)
+        texts = [part["text"] for item in self.parts if item["type"] == "reasoning" for part in item["content"]]
+        reasoning = _reasoning_tokens(self._tokenizer, self.completion, "".join(texts))
         cached = counts["prompt_tokens_details"]["cached_tokens"]
         return {
             "input_tokens": counts["prompt_tokens"],
@@ -209,11 +275,49 @@ class _ResponseAnswer(ReplyAnswer):
         }  # fmt: skip
 
     def _about(self, kind: str, error: Mapping[str, Any] | None = None) -> bytes:
-        return self._encode({"type": f"response.{kind}", "response": self._response(error)})
+        return self.encode({"type": f"response.{kind}", "response": self._response(error)})
 
-    def _encode(self, event: StreamEvent) -> bytes:
+    def encode(self, event: StreamEvent) -> bytes:
         self._num_events += 1
         return named_event(event | {"sequence_number": self._num_events - 1})
+
+    def open_part(self, call: ToolCallStart | None) -> list[StreamEvent]:
+        prefix, fields = "msg", dict[str, Any](type="message", role="assistant", content=[])
+        if call is not None:
+            prefix, fields = "fc", {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": ""}
+        elif self.kind == "reasoning":
+            prefix, fields = "rs", {"type": "reasoning", "summary": [], "content": [], "encrypted_content": None}
+        item = {"id": f"{prefix}_{uuid.uuid4().hex}", "status": "in_progress"} | fields
+        self.parts.append(item)
+        events = [{"type": "response.output_item.added", "output_index": len(self.parts) - 1, "item": item.copy()}]
+        return events if call is not None else [*events, self._event("content_part.added", part=self._content(""))]
+
+    def delta(self, text: str) -> StreamEvent:
+        return self._event(f"{_GROWS[self.kind]}.delta", delta=text, **self._logprobs())
+
+    def close_part(self, text: str, complete: bool) -> list[StreamEvent]:
+        item, done = self.parts[-1], f"{_GROWS[self.kind]}.done"
+        if self.kind == "call":
+            item["arguments"] = text
+            events = [self._event(done, name=item["name"], arguments=text)]
+        else:
+            item["content"] = [self._content(text)]
+            events = [self._event(done, text=text, **self._logprobs()), self._event("content_part.done", part=item["content"][0])]
+        item["status"] = "completed" if complete else "incomplete"
+        return [*events, {"type": "response.output_item.done", "output_index": len(self.parts) - 1, "item": item}]
+
+    def _event(self, kind: str, **fields: Any) -> StreamEvent:
+        """An event about the item that grows."""
+        place = {"item_id": self.parts[-1]["id"], "output_index": len(self.parts) - 1}
+        return {"type": f"response.{kind}"} | place | ({} if self.kind == "call" else {"content_index": 0}) | fields
+
+    def _content(self, text: str) -> dict[str, Any]:
+        """The part of an item with its text."""
+        return {"type": _GROWS[self.kind], "text": text} | ({"annotations": []} if self.kind == "text" else {}) | self._logprobs()
+
+    def _logprobs(self) -> dict[str, Any]:
+        """Clients expect log-probabilities with a message's text. There are none."""
+        return {"logprobs": []} if self.kind == "text" else {}
 
 
 def _tool(tool: Tool) -> dict[str, Any]:

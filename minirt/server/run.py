@@ -19,7 +19,6 @@ from minirt.server.errors import HTTPError
 from minirt.server.front import Front
 from minirt.server.http_protocol import HTTPProtocol
 from minirt.server.options import ServerOptions
-from minirt.server.remote_engine import RemoteEngine
 from minirt.server.wire import SWITCH_SECONDS
 
 _CLOSE_SECONDS = 5  # how long connections may take to close at the end
@@ -66,28 +65,22 @@ class FrontServer(uvicorn.Server):
         yield
 
 
-class _Signals:
-    """The first SIGTERM or SIGINT asks for the end; a second one ends the process at once."""
-
-    def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self.engine: RemoteEngine | None = None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._receive, number)
-
-    def _receive(self, number: int) -> None:
-        if self.asked.is_set():
-            if self.engine is not None:
-                self.engine.kill()
-            os._exit(128 + number)
-        self.asked.set()
-
-
 async def _serve(options: ServerOptions, load_options: dict[str, Any], listening: socket.socket) -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
-    signals = _Signals()  # before the engine's process, which a signal to this one must end
+    front: Front | None = None
+    asked = asyncio.Event()
+
+    def receive(number: int) -> None:
+        """The first SIGTERM or SIGINT asks for the end; a second one ends the process at once."""
+        if asked.is_set():
+            if front is not None:
+                front.engine.kill()
+            os._exit(128 + number)
+        asked.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):  # before the engine's process, which a signal to this one must end
+        asyncio.get_running_loop().add_signal_handler(number, receive, number)
     front = await Front.start_engine(options, load_options)
-    signals.engine = front.engine
     server = FrontServer(
         uvicorn.Config(
             App(front), http=HTTPProtocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
@@ -97,16 +90,16 @@ async def _serve(options: ServerOptions, load_options: dict[str, Any], listening
     )  # fmt: skip
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     try:
-        await _until_end(front, signals, listening)
+        await _until_end(front, asked, listening)
     finally:
         server.should_exit = True
         await serving
         await front.close()
 
 
-async def _until_end(front: Front, signals: _Signals, listening: socket.socket) -> None:
+async def _until_end(front: Front, end: asyncio.Event, listening: socket.socket) -> None:
     """Load the model and serve, until a signal comes and the running requests have ended, or the engine fails."""
-    asked = asyncio.create_task(signals.asked.wait())
+    asked = asyncio.create_task(end.wait())
     loading = asyncio.create_task(front.load())
     await asyncio.wait((loading, asked), return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():

@@ -44,17 +44,16 @@ async def tokenize(front: Front, exchange: Exchange) -> None:
 
 def _tokenize(front: Front, exchange: Exchange, body: bytes) -> dict[str, Any]:
     processor, info = front.check_ready()
-    request = decode(front, body, TokenizeRequest)
+    request = decode(front, exchange, body, TokenizeRequest)
     exchange.prompt_field = "prompt" if request.messages is None else "messages"
     tokenizer = processor.text()
     if (request.prompt is None) == (request.messages is None):
         raise bad_field("prompt", "either prompt or messages must be given")
     if request.prompt is None:
-        tokens = render(front, conversation_of(front, request, read_tools(request.tools or []))).tokens
-    elif request.add_special_tokens is False:
-        tokens = tokenizer.encode_plain(request.prompt, info.max_len)
+        tokens: list[int] = render(front, conversation_of(front, request, read_tools(request.tools or [])))
     else:
-        tokens = tokenizer.encode(request.prompt, info.max_len)
+        encode = tokenizer.encode_plain if request.add_special_tokens is False else tokenizer.encode
+        tokens = encode(request.prompt, info.max_len)
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": info.max_len, "tokens": tokens}
     if request.return_token_strs:
         answer["token_strs"] = [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens]
@@ -62,13 +61,12 @@ def _tokenize(front: Front, exchange: Exchange, body: bytes) -> dict[str, Any]:
 
 
 async def detokenize(front: Front, exchange: Exchange) -> None:
-    body = await front.body(exchange)
-    await exchange.answer({"prompt": await front.aside(len(body), _detokenize, front, body)})
+    await exchange.answer({"prompt": await front.read(exchange, _detokenize)})
 
 
-def _detokenize(front: Front, body: bytes) -> str:
+def _detokenize(front: Front, exchange: Exchange, body: bytes) -> str:
     processor, info = front.check_ready()
-    request = decode(front, body, DetokenizeRequest)
+    request = decode(front, exchange, body, DetokenizeRequest)
     for i, token in enumerate(request.tokens):
         if not 0 <= token < info.vocab_size:
             expected = f"an integer from 0 to {info.vocab_size - 1}"

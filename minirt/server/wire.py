@@ -71,20 +71,16 @@ class Abort(msgspec.Struct, tag=True, array_like=True):
     request_ids: list[int]
 
 
-class AskStats(msgspec.Struct, tag=True, array_like=True):
-    """Ask for the engine's `Stats`."""
+class Ask(msgspec.Struct, tag=True, array_like=True):
+    """Ask for the engine's state, and how many tokens these requests have generated."""
 
-
-class AskTokens(msgspec.Struct, tag=True, array_like=True):
-    """Ask how many tokens requests have generated."""
-
-    request_ids: list[int]
+    request_ids: list[int] = []
 
 
 # ── from the engine ──
 
 
-class Found(msgspec.Struct, tag=True, array_like=True):
+class ModelFiles(msgspec.Struct, tag=True, array_like=True):
     """The model's files are on the disk, and loading begins. `folder` is None if there is no tokenizer to load."""
 
     folder: str | None
@@ -115,20 +111,15 @@ class Step(msgspec.Struct, tag=True, array_like=True):
     outputs: list[TokenOutput]
 
 
-class Stats(msgspec.Struct, tag=True, array_like=True):
-    """The answer to `AskStats`."""
+class Answer(msgspec.Struct, tag=True, array_like=True):
+    """The answer to `Ask`. `counts`: a number for each request, 0 if the engine does not have it."""
 
     stats: EngineStats
-
-
-class Tokens(msgspec.Struct, tag=True, array_like=True):
-    """The answer to `AskTokens`: a number for each request, 0 if the engine does not have it."""
-
     counts: list[int]
 
 
-ToEngine = Start | Submit | Abort | AskStats | AskTokens
-ToFront = Found | Ready | Failed | Step | Stats | Tokens
+ToEngine = Start | Submit | Abort | Ask
+ToFront = ModelFiles | Ready | Failed | Step | Answer
 
 
 _DETAILS = ("where", "expected", "found", "hint")

@@ -18,7 +18,7 @@ _MAX_PROGRAM = 5000
 _MAX_RESCANS = 16  # how often each character may be looked at to find all matches, on average
 
 
-class Found(NamedTuple):
+class Match(NamedTuple):
     """A match, with the texts of its named groups."""
 
     start: int
@@ -27,7 +27,11 @@ class Found(NamedTuple):
 
 
 class Anchor:
-    """Literals, of which any counts, or a regular expression in which a dot also stands for a newline."""
+    """Literals, of which any counts, or a regular expression in which a dot also stands for a newline.
+
+    Attributes:
+        names: the named groups, by their numbers.
+    """
 
     def __init__(self, literals: Sequence[str] = (), pattern: str | None = None) -> None:
         """
@@ -36,27 +40,19 @@ class Anchor:
         """
         self.literals = list(literals)
         self.program: list[tuple] = []
+        self.names: dict[int, str] = {}
         self._first: dict[str, bool] = {}  # character → whether a match can begin with it
         if pattern is None:
             return
         tree = parsed(pattern)
-        self._names = {number: name for name, number in tree.state.groupdict.items()}
+        self.names = {number: name for name, number in tree.state.groupdict.items()}
         self._compile(tree)
         self.program.append(("match",))
         if AnchorSearch(self).next("", 0, 0, final=True)[0] is not None:
             raise UnsupportedError("the pattern can match nothing", found=pattern)
 
-    @property
-    def names(self) -> set[str]:
-        """The named groups."""
-        return set(self._names.values()) if self.program else set()
-
-    def find_all(self, text: str) -> Iterator[Found]:
-        """All matches, one after the other.
-
-        Raises:
-            InputError: the pattern looks at the same text again and again.
-        """
+    def find_all(self, text: str) -> Iterator[Match]:
+        """All matches, one after the other. Raises an InputError if the pattern looks at the same text again and again."""
         place, work = 0, 0
         search = AnchorSearch(self)
         while (match := search.next(text, 0, place, final=True)[0]) is not None:
@@ -74,7 +70,7 @@ class Anchor:
             if len(program) > _MAX_PROGRAM:
                 raise UnsupportedError("the pattern is too large")
             if operation is ops.SUBPATTERN:
-                name = self._names.get(argument[0])
+                name = self.names.get(argument[0])
                 program += [("save", name, 0)] if name else []
                 self._compile(argument[3])
                 program += [("save", name, 1)] if name else []
@@ -109,16 +105,12 @@ class Anchor:
         for _ in range(int(least)):
             self._compile(body)
         splits = []
-        if most is ops.MAXREPEAT:
+        for _ in range(1 if most is ops.MAXREPEAT else int(most) - int(least)):
             splits.append(len(program))
             program.append(("split", 0, 0))
             self._compile(body)
+        if most is ops.MAXREPEAT:
             program.append(("jump", splits[0]))
-        else:
-            for _ in range(int(most) - int(least)):
-                splits.append(len(program))
-                program.append(("split", 0, 0))
-                self._compile(body)
         for split in splits:
             ways = (split + 1, len(program))
             program[split] = ("split", *(reversed(ways) if lazy else ways))
@@ -168,10 +160,10 @@ class AnchorSearch:
 
     def _restart(self, place: int) -> None:
         self.place = place  # no match begins before it, but those of `_best` and `_threads`
-        self._best: Found | None = None
+        self._best: Match | None = None
         self._threads: list[tuple[int, int, dict]] = []  # (instruction, start of the match, saved places), best first
 
-    def next(self, text: str, base: int, start: int, final: bool) -> tuple[Found | None, int]:
+    def next(self, text: str, base: int, start: int, final: bool) -> tuple[Match | None, int]:
         """The first match from `start` on, and the place from which text must be kept, because a match may have begun there.
 
         Args:
@@ -185,7 +177,7 @@ class AnchorSearch:
         self.place = max(self.place, start)
         return self._literal(text, base, final) if self._anchor.literals else self._pattern(text, base, final)
 
-    def _literal(self, text: str, base: int, final: bool) -> tuple[Found | None, int]:
+    def _literal(self, text: str, base: int, final: bool) -> tuple[Match | None, int]:
         literals = self._anchor.literals
         kept = len(text) - (0 if final else held_length(text, literals, self.place - base))
         place, literal = first_marker(text, literals, self.place - base)
@@ -193,9 +185,9 @@ class AnchorSearch:
             self.place = base + (place if literal else kept)
             return None, base + kept
         self.place = base + place
-        return Found(base + place, base + place + len(literal), {}), base + kept
+        return Match(base + place, base + place + len(literal), {}), base + kept
 
-    def _pattern(self, text: str, base: int, final: bool) -> tuple[Found | None, int]:
+    def _pattern(self, text: str, base: int, final: bool) -> tuple[Match | None, int]:
         anchor, end = self._anchor, base + len(text)
         while self._best is None or self._threads:
             place, threads = self.place, self._threads
@@ -210,7 +202,7 @@ class AnchorSearch:
                 kind = anchor.program[instruction]
                 if kind[0] == "match":
                     groups = {name: text[a - base : b - base] for name, (a, b) in saved.items() if b >= 0}
-                    self._best = Found(begun, place, groups)
+                    self._best = Match(begun, place, groups)
                     break
                 if place == end:
                     following.append((instruction, begun, saved))  # waits for the next character

@@ -27,74 +27,70 @@ class Backend:
 
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time needs no pool of threads
         self._path = path
-        self._library = self._call(lambda: tokenizers.Tokenizer.from_buffer(content), "cannot be loaded", _DAMAGED)
+        self._library = self._call(lambda: tokenizers.Tokenizer.from_buffer(content), "cannot be loaded")
         # Truncation set in tokenizer.json would silently cut prompts.
-        self._call(lambda: self._library.no_truncation(), "cannot be loaded", _DAMAGED)
-        self._call(lambda: self._library.no_padding(), "cannot be loaded", _DAMAGED)
+        self._call(lambda: self._library.no_truncation(), "cannot be loaded")
+        self._call(lambda: self._library.no_padding(), "cannot be loaded")
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`. `add_special_tokens`: include those that the post-processor adds.
 
         Other threads run meanwhile: of the library's functions, only those for batches release Python's lock.
         """
-        try:
-            (encoding,) = self._call(
-                lambda: self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens), "failed", _TEXT
-            )
-            return encoding.ids
-        except TokenizerError as error:
-            if isinstance(error.__cause__, TypeError | UnicodeError):
-                what = "the text is not valid Unicode (a lone surrogate)"
-                raise InputError(what, found=ascii(text[:80])) from error.__cause__
-            raise
+        (encoding,) = self._call(
+            lambda: self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens), hint=_TEXT,
+            refusal=lambda error: InputError("the text is not valid Unicode (a lone surrogate)", found=ascii(text[:80])),
+        )  # fmt: skip
+        return encoding.ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The text of `ids`. Unknown ids decode to ""."""
-        try:
-            return self._call(lambda: self._library.decode(ids, skip_special_tokens=skip_special_tokens), "failed", _DAMAGED)
-        except TokenizerError as error:
-            if isinstance(error.__cause__, TypeError | OverflowError):
-                what, expected = f"not token ids: {error.__cause__}", "integers from 0 to 2**32 - 1"
-                raise InputError(what, expected=expected) from error.__cause__
-            raise
+        return self._call(
+            lambda: self._library.decode(ids, skip_special_tokens=skip_special_tokens),
+            refusal=lambda error: InputError(f"not token ids: {error}", expected="integers from 0 to 2**32 - 1"),
+        )
 
     def id_to_token(self, token_id: int) -> str | None:
         """The token of an id, as the vocabulary spells it."""
-        try:
-            return self._call(lambda: self._library.id_to_token(token_id), "failed", _DAMAGED)
-        except TokenizerError as error:
-            if isinstance(error.__cause__, TypeError | OverflowError):
-                raise InputError("not a token id", found=repr(token_id)[:80]) from error.__cause__
-            raise
+        return self._call(
+            lambda: self._library.id_to_token(token_id),
+            refusal=lambda error: InputError("not a token id", found=repr(token_id)[:80]),
+        )
 
     def token_to_id(self, token: str) -> int | None:
-        return self._call(lambda: self._library.token_to_id(token), "failed", _DAMAGED)
+        return self._call(lambda: self._library.token_to_id(token))
 
     def vocabulary(self) -> dict[str, int]:
         """Token → id, added tokens included."""
-        return self._call(lambda: self._library.get_vocab(with_added_tokens=True), "failed", _DAMAGED)
+        return self._call(lambda: self._library.get_vocab(with_added_tokens=True))
 
     def added_tokens(self) -> dict[str, bool]:
         """The texts of the added tokens, each of which becomes that token in a text; and whether they are flagged as special."""
-        added = self._call(lambda: self._library.get_added_tokens_decoder(), "failed", _DAMAGED)
+        added = self._call(lambda: self._library.get_added_tokens_decoder())
         return {token.content: token.special for token in added.values()}
 
     def add_special_tokens(self, tokens: list[str]) -> None:
-        self._call(lambda: self._library.add_special_tokens(tokens), "failed", _DAMAGED)
+        self._call(lambda: self._library.add_special_tokens(tokens))
 
     def serialized(self) -> str:
         """The tokenizer as the content of a tokenizer.json."""
-        return self._call(lambda: self._library.to_str(), "failed", _DAMAGED)
+        return self._call(lambda: self._library.to_str())
 
     def decoder(self) -> dict[str, Any] | None:
-        """The decoder in the library's own serialization; None without one."""
-        state = self._call(lambda: self._library.decoder and self._library.decoder.__getstate__(), "failed", _DAMAGED)
+        """The decoder in the library's serialization; None without one."""
+        state = self._call(lambda: self._library.decoder and self._library.decoder.__getstate__())
         return None if state is None else json.loads(state)
 
-    def _call(self, function: Callable[[], _T], what: str, hint: str) -> _T:
+    def _call(
+        self, function: Callable[[], _T], what: str = "failed", hint: str = _DAMAGED,
+        refusal: Callable[[Exception], InputError] | None = None,
+    ) -> _T:  # fmt: skip
+        """The function's result. `refusal` makes the error for an argument that the library does not take."""
         try:
             return function()
         except BaseException as error:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise  # Ctrl-C
+            if refusal is not None and isinstance(error, TypeError | OverflowError | UnicodeError):
+                raise refusal(error) from error
             raise TokenizerError(f"{what}: {shortened(error)}", where=self._path, hint=hint) from error

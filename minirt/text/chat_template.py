@@ -1,11 +1,12 @@
-"""`ChatTemplate`: renders a conversation as prompt text, with the model's own Jinja chat template."""
+"""`ChatTemplate`: renders a conversation as prompt text, with the model's Jinja chat template."""
 
 import json
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from minirt.errors import InputError, TokenizerError, printable, shortened
 from minirt.files import present, read_json, read_text
@@ -14,6 +15,8 @@ from minirt.text.rendering import Renderer, RenderingError
 from minirt.text.template_probe import Kind, Probe, end_of_turn, left_out, message_form, outline
 from minirt.wording import warn
 
+T = TypeVar("T")
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 MAX_TEMPLATE = 1 << 20  # bytes; the largest known are about 50 kB
 _MAX_OUTLINES = 1000  # of conversations, whose losses a template remembers
 _NAMES = ("default", "tool_use")  # the templates that transformers chooses by itself; others are chosen by the caller
@@ -30,9 +33,14 @@ class ChatTemplate:
         tool_source: the one for conversations with tools, which may be another.
     """
 
-    def __init__(self, folder: Path, tokenizer_config: Mapping[str, Any]) -> None:
-        """`tokenizer_config`: the content of tokenizer_config.json."""
-        stated = list(filter(None, _stated(folder, tokenizer_config)))
+    def __init__(self, folder: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str] = _NOTHING) -> None:
+        """
+        Args:
+            tokenizer_config: the content of tokenizer_config.json.
+            special_tokens: name → text (bos_token, eos_token, …). Templates refer to them by name.
+        """
+        self._special_tokens = special_tokens
+        stated = list(filter(None, _stated(folder, tokenizer_config, special_tokens)))
         named = stated[0] if stated else {}
         sources = [{name: template.source.strip() for name, template in templates.items()} for templates in stated]
         for other, texts in zip(stated[1:], sources[1:], strict=True):
@@ -47,25 +55,18 @@ class ChatTemplate:
         self.tool_source = None if self._tool is None else self._tool.source
 
     def render(
-        self,
-        messages: list[dict[str, Any]],
-        special_tokens: Mapping[str, str],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        variables: Mapping[str, Any] = MappingProxyType({}),
-    ) -> str:
+        self, messages: list[dict[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True, continue_final_message: bool = False, variables: Mapping[str, Any] = _NOTHING,
+    ) -> str:  # fmt: skip
         """Render `messages` as one text.
 
         Args:
             messages: a non-empty list; see `checked_messages`.
-            special_tokens: name → text (bos_token, eos_token, …). Templates refer to them by name.
             tools: what the model may call, for the template; see `minirt.text.tools.Tool.value`.
             add_generation_prompt: end with the assistant's header.
             continue_final_message: end with the content of the last message, so that the model continues it. Excludes
                 `add_generation_prompt`.
-            variables: more variables of the template, such as enable_thinking.
+            variables: further variables of the template, such as enable_thinking.
         Raises:
             InputError: `messages` is not such a list, or an option is wrong.
             TokenizerError: there is no template, or the template fails, rejects the messages, renders nothing, or takes more
@@ -76,7 +77,7 @@ class ChatTemplate:
             checked_messages(messages)
             hint = "the model completes plain prompts; conversations need a chat model, often named -Instruct"
             raise TokenizerError("there is no chat template", where=self._file, hint=hint)
-        form = template.form(special_tokens)
+        form = template.form or MessageForm()
         plain = checked_messages(messages, form)
         if continue_final_message:
             if add_generation_prompt:
@@ -88,7 +89,8 @@ class ChatTemplate:
             else:
                 plain[-1]["content"] = (plain[-1]["content"] or "") + mark
         names: dict[str, Any] = {"messages": plain, "tools": None if tools is None else list(tools), "documents": None}
-        names |= {"add_generation_prompt": add_generation_prompt} | dict(special_tokens)  # the variables that transformers passes
+        # The variables that transformers passes.
+        names |= {"add_generation_prompt": add_generation_prompt} | dict(self._special_tokens)
         _check_json("tools", names["tools"])
         _check_json("chat_template_kwargs", dict(variables))
         if taken := names.keys() & variables.keys():
@@ -106,13 +108,13 @@ class ChatTemplate:
             text = self._up_to(mark, text)
         if not text:
             raise TokenizerError("the chat template rendered nothing", where=template.path, hint="check the roles")
-        if (lost := template.left_out(outline(messages), bool(tools), special_tokens, variables)) is not None:
+        if (lost := template.left_out(outline(messages), bool(tools), variables)) is not None:
             warn(lost)
         return text
 
-    def end_of_turn(self, special_tokens: Mapping[str, str], tokens: Collection[str]) -> str | None:
+    def end_of_turn(self, tokens: Collection[str]) -> str | None:
         """The one of `tokens` that the template writes at the end of each answer; None if there is no such token."""
-        return None if self._plain is None else self._plain.end_of_turn(special_tokens, tokens)
+        return None if self._plain is None else self._plain.end_of_turn(tokens)
 
     @staticmethod
     def _up_to(mark: str, text: str) -> str:
@@ -128,64 +130,52 @@ class ChatTemplate:
 class _Template:
     """One template, and the file that has it."""
 
-    def __init__(self, source: str, path: Path) -> None:
-        self.source, self.path, self._renderer = source, path, Renderer(source)
-        self._form: MessageForm | None = None
-        self._stopped = False  # whether it was stopped while its form was looked for
-        self._left_out: dict[int, str | None] = {}  # what `left_out` has found, by the hash of its arguments
+    def __init__(self, source: str, path: Path, special_tokens: Mapping[str, str]) -> None:
+        self.source, self.path, self._special_tokens, self._renderer = source, path, special_tokens, Renderer(source)
+        self._left_out: dict[int, str | None] = {}  # what `left_out` says, by the hash of its arguments
 
-    def form(self, special_tokens: Mapping[str, str]) -> MessageForm:
-        """The form of messages that it takes. The first call renders some conversations to find it."""
-        if self._form is None:  # threads that get here at once find the same form
-            try:
-                self._form = message_form(Probe(self._renderer, special_tokens), self.source)
-            except RenderingError as error:
-                self._warn("which form of messages it takes and what it leaves out", error)
-                self._form, self._stopped = MessageForm(), True
-        return self._form
+    @cached_property
+    def form(self) -> MessageForm | None:
+        """The form of messages that it takes. It renders some conversations to find it; None: it was stopped at one."""
+        what = "which form of messages it takes and what it leaves out"
+        return self._probed(what, lambda probe: message_form(probe, self.source))
 
-    def end_of_turn(self, special_tokens: Mapping[str, str], tokens: Collection[str]) -> str | None:
+    def end_of_turn(self, tokens: Collection[str]) -> str | None:
         """See `ChatTemplate.end_of_turn`."""
-        form = self.form(special_tokens)
-        if self._stopped:
+        if (form := self.form) is None:
             return None
+        return self._probed("how it ends an answer", lambda probe: end_of_turn(probe, form, tokens))
+
+    def _probed(self, what: str, ask: Callable[[Probe], T | None]) -> T | None:
+        """What short conversations say about it; None, with a warning, if it was stopped."""
         try:
-            return end_of_turn(Probe(self._renderer, special_tokens), form, tokens)
+            return ask(Probe(self._renderer, self._special_tokens))
         except RenderingError as error:
-            self._warn("how it ends an answer", error)
+            text = f"{self.path}: it is not known {what}, since the chat template was stopped at a short conversation: {error}"
+            warn(printable(shortened(text, 1000)))
             return None
 
-    def left_out(
-        self, kinds: Sequence[Kind], tools: bool, special_tokens: Mapping[str, str], variables: Mapping[str, Any]
-    ) -> str | None:
+    def left_out(self, kinds: Sequence[Kind], tools: bool, variables: Mapping[str, Any]) -> str | None:
         """A warning of what the template leaves out of conversations with this outline, so that the model does not see it.
 
         The first conversation of each outline is rendered once more, with other texts. Later ones cost the look at their kinds.
         """
-        form = self.form(special_tokens)
-        if self._stopped:
+        form = self.form
+        if form is None:
             return None
         key = hash((kinds, tools, json.dumps(dict(variables))))
         known = self._left_out = self._left_out if len(self._left_out) < _MAX_OUTLINES else {}
         if key not in known:
             try:
-                lost = left_out(Probe(self._renderer, {**special_tokens, **variables}), form, kinds, tools)
+                lost = left_out(Probe(self._renderer, {**self._special_tokens, **variables}), form, kinds, tools)
             except RenderingError as error:
                 lost = str(error)
             text = f"{self.path}: in conversations that end with {kinds[-1].role}, the chat template leaves out: {lost}"
             known[key] = printable(shortened(text, 1000)) if lost else None
         return known[key]
 
-    def _warn(self, what: str, error: RenderingError) -> None:
-        text = f"{self.path}: it is not known {what}, since the chat template was stopped at a short conversation: {error}"
-        warn(printable(shortened(text, 1000)))
-
     def render(self, names: Mapping[str, Any]) -> str:
-        """The text with these variables.
-
-        Raises:
-            TokenizerError: the template fails.
-        """
+        """The text with these variables. Raises a TokenizerError if the template fails."""
         try:
             return self._renderer.render(names)
         except RenderingError as error:
@@ -202,21 +192,24 @@ def _check_json(name: str, value: Any) -> None:
         raise InputError("not a JSON value", where=name, found=shortened(error, 80)) from error
 
 
-def _stated(folder: Path, tokenizer_config: Mapping[str, Any]) -> list[dict[str, _Template]]:
+def _stated(
+    folder: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]
+) -> list[dict[str, _Template]]:
     """The templates, by name, of each place that may have some, in the order of precedence."""
     paths = {name: folder / "additional_chat_templates" / f"{name}.jinja" for name in _NAMES}
     if not present(paths["default"]):
         paths["default"] = folder / "chat_template.jinja"
     files = {
-        name: _Template(read_text(path, limit=MAX_TEMPLATE, error=TokenizerError), path)
+        name: _Template(read_text(path, limit=MAX_TEMPLATE, error=TokenizerError), path, special_tokens)
         for name, path in paths.items() if present(path)
     }  # fmt: skip
     config, older = folder / "tokenizer_config.json", folder / "chat_template.json"
     stated = read_json(older, limit=8 * MAX_TEMPLATE, error=TokenizerError) if present(older) else {}
-    return [files, _named(tokenizer_config.get("chat_template"), config), _named(stated.get("chat_template"), older)]
+    given = ((tokenizer_config.get("chat_template"), config), (stated.get("chat_template"), older))
+    return [files, *(_named(value, path, special_tokens) for value, path in given)]
 
 
-def _named(value: Any, path: Path) -> dict[str, _Template]:
+def _named(value: Any, path: Path, special_tokens: Mapping[str, str]) -> dict[str, _Template]:
     """The templates in `value`, a `chat_template`: a text, which is the default one, several with names, or null."""
     expected = 'a text, or a list of {"name", "template"} with one named default'
     if value is None:
@@ -234,7 +227,7 @@ def _named(value: Any, path: Path) -> dict[str, _Template]:
     named = {}
     for entry in entries:
         if entry["name"] in _NAMES:
-            named[entry["name"]] = template = _Template(entry["template"], path)
+            named[entry["name"]] = template = _Template(entry["template"], path, special_tokens)
             if not isinstance(template.source, str):
                 raise TokenizerError("bad chat_template", where=path, expected=expected, found=type(template.source).__name__)
             if len(template.source) > MAX_TEMPLATE:

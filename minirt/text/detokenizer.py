@@ -1,7 +1,8 @@
 """`IncrementalDecoder`: converts the token ids after a prompt to text one at a time, and never emits part of a character."""
 
 import codecs
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from minirt.text.tokenizer import Tokenizer
 
@@ -30,11 +31,7 @@ class IncrementalDecoder:
         self._skipped = tokenizer.special_tokens if skip_special_tokens else frozenset[str]()
 
     def push(self, token_id: int) -> str:
-        """Add a token and return the text that it completes, possibly "".
-
-        Raises:
-            InputError: `token_id` is not an integer from 0 to 2**32 - 1.
-        """
+        """Add a token and return the text that it completes, possibly "". Raises an InputError unless it is a token id."""
         raise NotImplementedError
 
     def push_all(self, token_ids: Sequence[int]) -> str:
@@ -63,11 +60,16 @@ class IncrementalDecoder:
         self._cache[int(token_id)] = decoded
         return decoded
 
-    def _last(self, prompt: Sequence[int], first: int = 0) -> Iterator[tuple[int, str | bytes]]:
-        """The tokens of a prompt with text, and their pieces, from the last to the one at `first`."""
+    def _push_last(self, prompt: Sequence[int], enough: Callable[[list[Any]], bool], first: int = 0) -> None:
+        """Push the last tokens of a prompt with text, from `first` on: as many as are `enough`, by their pieces."""
+        pieces, tokens = list[str | bytes](), list[int]()
         for i in range(len(prompt) - 1, first - 1, -1):
             if _is_id(prompt[i]) and (piece := self._piece(prompt[i])) != b"":
-                yield prompt[i], piece
+                pieces.append(piece)
+                tokens.append(prompt[i])
+                if enough(pieces):
+                    break
+        self.push_all(tokens[::-1])
 
 
 class _ByteLevelDecoder(IncrementalDecoder):
@@ -91,12 +93,7 @@ class _ByteLevelDecoder(IncrementalDecoder):
         return self._utf8.decode(b"", final=True)
 
     def enter(self, prompt: Sequence[int]) -> None:
-        last = b""
-        for _, piece in self._last(prompt):
-            last = piece + last  # type: ignore[assignment, operator]
-            if len(last) >= 3:  # a character that is not complete has no more bytes
-                break
-        self._utf8.decode(last)
+        self._push_last(prompt, lambda pieces: sum(map(len, pieces)) >= 3)  # a character that is not complete has at most 3 bytes
 
 
 class _PieceDecoder(IncrementalDecoder):
@@ -131,15 +128,7 @@ class _PieceDecoder(IncrementalDecoder):
             if _is_id(prompt[first]):
                 self.push(prompt[first])
             first += 1
-        last: list[int] = []
-        for token_id, piece in self._last(prompt, first):
-            if isinstance(piece, bytes):
-                last.append(token_id)
-            if len(last) == 3 or not isinstance(piece, bytes):
-                self._held, self._held_ids = b"", []
-                break
-        for token_id in reversed(last):
-            self.push(token_id)
+        self._push_last(prompt, lambda pieces: isinstance(pieces[-1], str) or len(pieces) == 3, first)
 
     def _push_byte(self, token_id: int, byte: bytes) -> str:
         data = self._held + byte
@@ -198,13 +187,7 @@ class _WindowDecoder(IncrementalDecoder):
         return text
 
     def enter(self, prompt: Sequence[int]) -> None:
-        last: list[int] = []
-        for token_id, piece in self._last(prompt):
-            last.append(token_id)
-            if piece and not isinstance(piece, bytes):
-                break
-        for token_id in reversed(last):
-            self.push(token_id)
+        self._push_last(prompt, lambda pieces: bool(pieces[-1]) and isinstance(pieces[-1], str))
 
     def _unsent(self) -> str:
         return self._backend.decode(self._window, False)[self._sent :]

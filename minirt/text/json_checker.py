@@ -1,15 +1,20 @@
 """`JsonChecker`: checks a JSON text one character at a time, so that it can be passed on while it arrives."""
 
+import json
 import re
+from typing import Any
 
 _SPACE = " \t\n\r"
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _NUMBER_BEGUN = re.compile(r"-?((0|[1-9][0-9]*)((\.[0-9]*)?|(\.[0-9]+)?[eE][+-]?[0-9]*))?")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _LITERALS = ("true", "false", "null")
+_CLOSING = {"{": "}", "[": "]"}
 _MAX_DEPTH = 200
 _MAX_SCALAR = 500  # characters of a number
 
 _VALUE, _VALUE_OR_END, _KEY, _KEY_OR_END, _COLON, _AFTER = range(6)
+_EXPECTED = {_VALUE: "value", _VALUE_OR_END: "value", _KEY: "key", _KEY_OR_END: "key", _COLON: "colon"}
 
 
 class JsonChecker:
@@ -18,28 +23,23 @@ class JsonChecker:
     Attributes:
         in_string: inside a string, which is a key if `in_key`.
         scalar: the characters so far of a number, true, false or null. It ends at the character after it.
-        done: a whole value has been read. A scalar at the top never is.
+        closing: the brackets that close those that are open.
     """
 
     def __init__(self) -> None:
-        self._open: list[str] = []  # the brackets that are open
-        self._state = _VALUE
+        self._state, self.closing = _VALUE, ""
         self.in_string, self.in_key, self.scalar = False, False, ""
         self._escaped, self._hex = False, 0
 
     @property
     def depth(self) -> int:
         """The number of brackets that are open."""
-        return len(self._open)
+        return len(self.closing)
 
     @property
     def done(self) -> bool:
-        return not self._open and self._state == _AFTER
-
-    @property
-    def closing(self) -> str:
-        """The brackets that close those that are open."""
-        return "".join("}" if bracket == "{" else "]" for bracket in reversed(self._open))
+        """Whether a whole value has been read. A scalar at the top never is."""
+        return not self.closing and self._state == _AFTER
 
     @property
     def complete(self) -> bool:
@@ -47,18 +47,9 @@ class JsonChecker:
         return not self.in_string and not self.scalar and self._state in (_AFTER, _VALUE_OR_END, _KEY_OR_END)
 
     @property
-    def expects_value(self) -> bool:
-        return not self.in_string and not self.scalar and self._state in (_VALUE, _VALUE_OR_END)
-
-    @property
-    def expects_item(self) -> bool:
-        """Whether a key or a value comes next."""
-        return not self.in_string and not self.scalar and self._state in (_VALUE, _VALUE_OR_END, _KEY, _KEY_OR_END)
-
-    @property
-    def expects_colon(self) -> bool:
-        """Whether a key has just ended."""
-        return not self.in_string and self._state == _COLON
+    def expects(self) -> str:
+        """What comes next: "key", "colon" or "value"; "": a string or a scalar goes on, or nothing of these comes."""
+        return "" if self.in_string or self.scalar else _EXPECTED.get(self._state, "")
 
     def push(self, character: str) -> bool:
         """Add a character. Returns False if it cannot be there; the checker is of no use afterwards."""
@@ -76,12 +67,12 @@ class JsonChecker:
         return self._structure(character)
 
     def _structure(self, character: str) -> bool:
-        state, inside = self._state, self._open[-1] if self._open else ""
+        state = self._state
         if state in (_VALUE, _VALUE_OR_END):
-            if character in "{[":
-                self._open.append(character)
+            if character in _CLOSING:
+                self.closing = _CLOSING[character] + self.closing
                 self._state = _KEY_OR_END if character == "{" else _VALUE_OR_END
-                return len(self._open) <= _MAX_DEPTH
+                return self.depth <= _MAX_DEPTH
             if character == '"':
                 self.in_string, self.in_key = True, False
                 return True
@@ -97,14 +88,13 @@ class JsonChecker:
         if state == _COLON:
             self._state = _VALUE
             return character == ":"
-        if character == "," and inside:
-            self._state = _KEY if inside == "{" else _VALUE
+        if character == "," and self.closing:
+            self._state = _KEY if self.closing[0] == "}" else _VALUE
             return True
-        return bool(inside) and inside + character in ("{}", "[]") and self._closed()
+        return character == self.closing[:1] and self._closed()
 
     def _closed(self) -> bool:
-        self._open.pop()
-        self._state = _AFTER
+        self.closing, self._state = self.closing[1:], _AFTER
         return True
 
     def _in_string(self, character: str) -> bool:
@@ -130,12 +120,12 @@ class JsonChecker:
 
 def escaped(text: str) -> str | None:
     """A JSON object, list or string with the control characters in its strings escaped; None if `text` is none of these."""
-    checker, shown = JsonChecker(), []
+    checker, characters = JsonChecker(), []
     for character in text.strip():
         if checker.done or not checker.push(character):
             return None
-        shown.append(_shown(character, checker))
-    return "".join(shown) if checker.done else None
+        characters.append(shown(character, checker))
+    return "".join(characters) if checker.done else None
 
 
 def completed(text: str) -> str:
@@ -144,22 +134,31 @@ def completed(text: str) -> str:
     A value that is not complete is left out, with its key. So is a number, true, false or null at the end of the text, since it
     could go on. A text that does not begin like an object becomes {}.
     """
-    checker, shown, end = JsonChecker(), list[str](), 0
+    checker, characters, end, closing = JsonChecker(), list[str](), 0, ""
     for character in text.lstrip():
         separates = character == "," and not checker.in_string  # a number before it is complete now
         if checker.done or not checker.push(character):
             break
         if separates:
-            end = len(shown)
-        shown.append(_shown(character, checker))
+            end, closing = len(characters), checker.closing
+        characters.append(shown(character, checker))
         if checker.complete:
-            end = len(shown)
-    checker, kept = JsonChecker(), "".join(shown[:end])
-    for character in kept:  # again, for the brackets that are open there
-        checker.push(character)
-    return kept + checker.closing if kept.startswith("{") else "{}"
+            end, closing = len(characters), checker.closing
+    kept = "".join(characters[:end])
+    return kept + closing if kept.startswith("{") else "{}"
 
 
-def _shown(character: str, checker: JsonChecker) -> str:
+def shown(character: str, checker: JsonChecker) -> str:
     """A character that `checker` has just accepted, escaped if it must not stand in a string as it is."""
-    return f"\\u{ord(character):04x}" if character < " " and checker.in_string else character
+    return json.dumps(character)[1:-1] if character < " " and checker.in_string else character
+
+
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can hold a text: it has no half of a surrogate pair."""
+    return text.isascii() or _SURROGATE.search(text) is None
+
+
+def json_text(value: Any) -> str:
+    """A value as JSON, with non-ASCII characters as they are. Halves of surrogate pairs, which UTF-8 lacks, are escaped."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text if text.isascii() else _SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", text)

@@ -117,11 +117,10 @@ def _content(content: object, place: str, may_be_missing: bool) -> str:
     return "\n".join(_each(content, f"{place}.content", _part))
 
 
-def _part(part: object, place: str) -> str:
-    if not isinstance(part, dict):
-        raise InputError("not a part of a message", where=place, found=type(part).__name__)
-    if part.get("type") != "text":
-        shown, hint = shortened(part.get("type"), 40), "minirt's models read text only"
+def _part(part: Any, place: str) -> str:
+    kind = object_at(part, place, "not a part of a message").get("type")
+    if kind != "text":
+        shown, hint = shortened(kind, 40), "minirt's models read text only"
         raise InputError("a part of another type", where=f"{place}.type", expected="text", found=shown, hint=hint)
     return text_at(part.get("text"), f"{place}.text")
 
@@ -183,6 +182,13 @@ def _each(values: object, place: str, read: Callable[[object, str], Any]) -> lis
     if not isinstance(values, list):
         raise InputError("not a list", where=place, found=type(values).__name__)
     return [read(value, f"{place}[{i}]") for i, value in enumerate(values)]
+
+
+def object_at(value: object, place: str, what: str = "not an object", expected: str | None = None) -> dict[str, Any]:
+    """An object at a place in a request."""
+    if not isinstance(value, dict):
+        raise InputError(what, where=place, expected=expected, found=type(value).__name__)
+    return value
 
 
 def text_at(value: object, place: str, expected: str = "a text") -> str:

@@ -9,25 +9,6 @@ OPEN, CLOSE = "<think>", "</think>"
 BLOCKS = ((OPEN, CLOSE), ("[THINK]", "[/THINK]"))
 
 
-def detect_block(template: str | None) -> tuple[str, str] | None:
-    """The markers of reasoning in a chat template; None: it has none that are known."""
-    return next((block for block in BLOCKS if template is not None and all(marker in template for marker in block)), None)
-
-
-def opens_reasoning(prompt: str, continued: str = "", opening: str = OPEN, closing: str = CLOSE) -> bool:
-    """Whether a rendered prompt ends inside a reasoning block.
-
-    Its chat template has opened the block for the model, or the final message has, if the model continues it. Markers elsewhere,
-    such as those in a question about them, do not count.
-
-    Args:
-        continued: the final message, if the model continues it.
-    """
-    if continued.rfind(opening) > continued.rfind(closing):
-        return True
-    return prompt.rfind(opening) > prompt.rfind(closing) and prompt.rstrip().endswith(opening)
-
-
 class ReasoningParser(StatefulParser):
     """Splits streamed text into the reasoning at its beginning and the content after it.
 
@@ -35,7 +16,7 @@ class ReasoningParser(StatefulParser):
     between it and the content, is left out. A block that does not end is reasoning up to the end.
 
     Args:
-        inside: the prompt has opened the block already (see `opens_reasoning`). An opening marker at the beginning is left out.
+        inside: the prompt has opened the block already. An opening marker at the beginning is left out.
         opening, closing: the markers.
         ends: beginnings of content that also end a block, for models that leave out its closing marker.
     """

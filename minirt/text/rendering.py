@@ -33,11 +33,7 @@ class Renderer:
         self._guarded = Guarded(f"{__name__}:renders", source, Limits(MAX_CPU_SECONDS, MAX_SECONDS, MAX_MEMORY))
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """The text of the template with these variables, which are JSON values.
-
-        Raises:
-            RenderingError: the template raised an exception, or took too much time, memory or output.
-        """
+        """The text of the template with these variables, JSON values. Raises a RenderingError if it fails or is stopped."""
         try:
             answer = self._guarded.ask(variables)
         except Stopped as error:
@@ -97,7 +93,7 @@ def compile_template(source: str) -> Any:
 
     extensions = [Generation, "jinja2.ext.loopcontrols"]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # jinja2's own filter escapes HTML
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # jinja2's filter escapes HTML
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment.from_string(source)

@@ -5,16 +5,13 @@ reasoning, and for each tool call its name and its joined arguments. The work is
 has looked at in a list, and holds back only what could be a marker.
 """
 
-import json
 import re
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, Protocol
-
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -176,12 +173,7 @@ def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))))
 
 
-def space_end(text: str, start: int = 0, others: str = "") -> int:
-    """The end of the white space, and of the characters of `others`, that `text` has at `start`."""
-    end = start
-    while end < len(text) and (text[end].isspace() or text[end] in others):
-        end += 1
-    return end
+State = Callable[[], list[Event] | None]
 
 
 class StatefulParser:
@@ -193,7 +185,7 @@ class StatefulParser:
     def __init__(self) -> None:
         self._text, self._at = "", 0  # the text from `_at` on is not used yet
         self._space: list[str] = []  # white space before that, which is content only if content follows
-        self._state: Callable[[], list[Event] | None]
+        self._state: State
 
     def feed(self, text: str) -> list[Event]:
         """See `Parser.feed`."""
@@ -220,7 +212,9 @@ class StatefulParser:
 
     def _skip_space(self, others: str = "") -> None:
         """White space and the characters of `others` that come next are kept in `_space`."""
-        end = space_end(self._text, self._at, others)
+        end = self._at
+        while end < len(self._text) and (self._text[end].isspace() or self._text[end] in others):
+            end += 1
         self._space.append(self._text[self._at : end])
         self._at = end
 
@@ -247,14 +241,9 @@ class StatefulParser:
 def _merged(events: list[Event]) -> list[Event]:
     """Join neighbouring deltas of one kind."""
     joined: list[Event] = []
-    for (kind, index), group in groupby(events, lambda event: (type(event), getattr(event, "index", None))):
-        same = list(group)
-        if kind is ContentDelta:
-            joined.append(ContentDelta("".join(event.text for event in same if isinstance(event, ContentDelta))))
-        elif kind is ArgumentsDelta and index is not None:
-            joined.append(ArgumentsDelta(index, "".join(event.text for event in same if isinstance(event, ArgumentsDelta))))
-        else:
-            joined += same
+    for _, group in groupby(events, lambda event: (type(event), getattr(event, "index", None))):
+        same: list[Any] = list(group)
+        joined.append(same[0] if len(same) == 1 else replace(same[0], text="".join(event.text for event in same)))
     return joined
 
 
@@ -274,14 +263,3 @@ class Trimmer:
             self._begun = True
         self._space.append(text[len(shown) :])
         return result
-
-
-def is_unicode(text: str) -> bool:
-    """Whether UTF-8 can hold a text: it has no half of a surrogate pair."""
-    return text.isascii() or _SURROGATE.search(text) is None
-
-
-def json_text(value: Any) -> str:
-    """A value as JSON, with non-ASCII characters as they are. Halves of surrogate pairs, which UTF-8 lacks, are escaped."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    return text if text.isascii() else _SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", text)

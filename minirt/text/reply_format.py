@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minirt.errors import InputError, UnsupportedError
-from minirt.text.reasoning import ReasoningParser, detect_block, opens_reasoning
+from minirt.text.reasoning import BLOCKS, ReasoningParser
 from minirt.text.reply import Parser, ReplyParser
 from minirt.text.response_template import ResponseTemplate, ResponseTemplateParser
 from minirt.text.tool_calls import FORMATS, CallListParser, NamedCallParser, detect_format
@@ -21,7 +21,7 @@ class ReplyFormat:
     Attributes:
         tool_calls: a format of `tool_calls.FORMATS`; None: calls are not recognised.
         reasoning: the markers of the block of reasoning with which answers may begin; None: they have none.
-        response_template: the tokenizer's own declaration, which takes precedence over both, unless a `tool_choice` forces calls.
+        response_template: the tokenizer's declaration, which takes precedence over both, unless a `tool_choice` forces calls.
         notes: why something was not chosen, for a log.
     """
 
@@ -46,7 +46,7 @@ class ReplyFormat:
         names = (AUTO, NONE, TEMPLATE, *FORMATS)
         if name not in names:
             raise InputError("no such format of tool calls", expected=", ".join(names), found=name)
-        reasoning = detect_block(chat_template)
+        reasoning = next((block for block in BLOCKS if all(marker in (chat_template or "") for marker in block)), None)
         notes: tuple[str, ...] = ()
         if name == TEMPLATE or (name == AUTO and response_template is not None):
             try:
@@ -99,5 +99,14 @@ class ReplyFormat:
         return ReplyParser(ReasoningParser(inside, *self.reasoning, ends=ends), calls)
 
     def opens_reasoning(self, prompt: str, continued: str = "") -> bool:
-        """Whether an answer begins inside a block of reasoning; see `reasoning.opens_reasoning`."""
-        return self.reasoning is not None and opens_reasoning(prompt, continued, *self.reasoning)
+        """Whether an answer begins inside a block of reasoning.
+
+        The chat template has opened the block for the model, or the final message has, if the model continues it. Markers
+        elsewhere, such as those in a question about them, do not count.
+        """
+        if self.reasoning is None:
+            return False
+        opening, closing = self.reasoning
+        if continued.rfind(opening) > continued.rfind(closing):
+            return True
+        return prompt.rfind(opening) > prompt.rfind(closing) and prompt.rstrip().endswith(opening)

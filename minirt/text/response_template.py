@@ -5,17 +5,16 @@ read, and into what it is formed. Known fields are `content`, `reasoning_content
 """
 
 import json
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from minirt.errors import InputError, UnsupportedError, quoted, shortened
-from minirt.text.anchors import Anchor, AnchorSearch, Found
-from minirt.text.json_checker import escaped
-from minirt.text.reply import Calls, ContentDelta, Event, ReasoningDelta, Trimmer, content, is_unicode, json_text
+from minirt.errors import UnsupportedError, quoted, shortened
+from minirt.text.anchors import Anchor, AnchorSearch, Match
+from minirt.text.json_checker import escaped, is_unicode, json_text
+from minirt.text.reply import Calls, ContentDelta, Event, ReasoningDelta, Trimmer, content
 from minirt.text.tools import Tool, number_json, typed_json
 
 _KEYS = {"version", "defaults", "fields", "start_anchor", "start_anchor_pattern"}
@@ -23,10 +22,6 @@ _FIELD_KEYS = {"open", "open_pattern", "close", "close_pattern", "content", "con
                "transform", "transform_each"}  # fmt: skip
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
-
-
-class _BadRegion(Exception):
-    """The text of a region is not what its template says."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +126,7 @@ def _check_transform(value: Any, place: str) -> None:
         raise UnsupportedError("mixes a placeholder with text", where=place, found=shortened(value, 80))
 
 
-# --- reading the text of a region ---
+# --- reading the text of a region: ValueError means that it is not what its template says ---
 
 
 def _reader(name: object, arguments: Mapping[str, Any], place: str, depth: int = 0) -> Callable[[str], Any]:
@@ -161,7 +156,7 @@ def _reader(name: object, arguments: Mapping[str, Any], place: str, depth: int =
             return lambda text: _lines(text, line, pair, strip, value)
         case "xml-inline":
             tag, merge = _anchor(arguments, inside, "", "tag_pattern"), arguments.get("merge_duplicates", False) is True
-            if tag is None or "key" not in tag.names:
+            if tag is None or "key" not in tag.names.values():
                 raise UnsupportedError("has no group named key", where=f"{inside}.tag_pattern")
             return lambda text: _tags(text, tag, value, merge)
     raise UnsupportedError("unknown content", where=f"{place}.content", found=shortened(name, 40))
@@ -170,7 +165,7 @@ def _reader(name: object, arguments: Mapping[str, Any], place: str, depth: int =
 def _number(text: str, kind: str) -> int | float:
     number = number_json(text, kind)
     if number is None:
-        raise _BadRegion
+        raise ValueError(text)
     return json.loads(number)
 
 
@@ -182,14 +177,11 @@ def _lines(text: str, line: str, pair: str, strip: Callable[[str], str], value: 
 def _tags(text: str, tag: Anchor, value: Callable[[str], Any], merge: bool) -> dict[str, Any]:
     """The values of tags by key. With `merge`, several values of a key become a list; else the last one counts."""
     tags: dict[str, Any] = {}
-    try:
-        for match in tag.find_all(text):
-            key, new = match.groups.get("key", ""), value(match.groups.get("value", ""))
-            if key in tags and merge:  # the first value may be a list already
-                new = [*(tags[key] if isinstance(tags[key], list) else [tags[key]]), new]
-            tags[key] = new
-    except InputError:
-        raise _BadRegion from None
+    for match in tag.find_all(text):
+        key, new = match.groups.get("key", ""), value(match.groups.get("value", ""))
+        if key in tags and merge:  # the first value may be a list already
+            new = [*(tags[key] if isinstance(tags[key], list) else [tags[key]]), new]
+        tags[key] = new
     return tags
 
 
@@ -207,28 +199,19 @@ def _json_reader(arguments: Mapping[str, Any], place: str) -> Callable[[str], An
         except ValueError:
             if lax:
                 return text.strip()
-            raise _BadRegion from None
+            raise
 
     return read
 
 
 def _json(text: str) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        ValueError: it is none, or has a number that is too large.
-    """
-
-    def refuse(name: str) -> Any:
-        raise ValueError(name)
-
-    def number(digits: str) -> float:
-        return float(digits) if abs(float(digits)) < math.inf else refuse(digits)
-
+    """The value of a JSON text. Its numbers are finite."""
     standard = escaped(text)
     if standard is None and text.lstrip()[:1] in ("{", "["):
         raise ValueError(text)
-    return json.loads(text if standard is None else standard, parse_constant=refuse, parse_float=number)
+    value = json.loads(text if standard is None else standard)
+    json.dumps(value, allow_nan=False)  # refuses NaN and 1e999
+    return value
 
 
 def _standard(text: str, delimiters: Sequence[Sequence[str]], unquoted: bool) -> str:
@@ -266,7 +249,7 @@ def _formed(transform: Any, scope: Mapping[str, Any]) -> Any:
     value: Any = scope
     for key in match[1].split("."):
         if not isinstance(value, Mapping) or key not in value:
-            raise _BadRegion
+            raise ValueError(key)
         value = value[key]
     return value
 
@@ -329,7 +312,7 @@ class ResponseTemplateParser:
             if opened is not None:
                 self._region = _Region(opened, match.groups, marker)
 
-    def _next(self, final: bool) -> tuple[Found | None, _Field | None, int]:
+    def _next(self, final: bool) -> tuple[Match | None, _Field | None, int]:
         """The next anchor, the field that it opens (None: it closes one), and how much of the text can be used without it."""
         inside = self._region.field
         watched: list[tuple[Anchor, _Field | None]] = []
@@ -337,15 +320,13 @@ class ResponseTemplateParser:
             watched = [(field.open, field) for field in self._template.fields if field.open is not None]
         if inside is not None and inside.close is not None:
             watched.append((inside.close, None))
-        kept, best = self._base + len(self._text), None
-        for i, (anchor, opened) in enumerate(watched):
-            match, field = self._searches[id(anchor)].next(self._text, self._base, self._base + self._at, final)
-            kept = min(kept, field)
-            if match is not None and (best is None or (match.start, -match.end, i) < best[0]):
-                best = (match.start, -match.end, i), match, opened
-        if best is None or best[1].start >= kept:
-            return None, None, kept
-        return best[1], best[2], kept
+        kept, matches = self._base + len(self._text), list[tuple[Match, _Field | None]]()
+        for anchor, opened in watched:
+            match, place = self._searches[id(anchor)].next(self._text, self._base, self._base + self._at, final)
+            kept = min(kept, place)
+            matches += [] if match is None else [(match, opened)]
+        first = min(matches, key=lambda entry: (entry[0].start, -entry[0].end), default=None)
+        return (*first, kept) if first is not None and first[0].start < kept else (None, None, kept)
 
     def _add(self, text: str) -> list[Event]:
         """More text of the region that is open."""
@@ -375,7 +356,7 @@ class ResponseTemplateParser:
             return content(raw + marker)
         try:
             calls = [self._call(value) for value in _values(region)]
-        except _BadRegion:
+        except ValueError:
             return content(raw + marker)
         return [event for name, arguments in calls for event in (self._calls.start(name), self._calls.arguments(arguments))]
 
@@ -383,24 +364,19 @@ class ResponseTemplateParser:
         """Name and arguments of a formed tool call."""
         function = value.get("function", value) if isinstance(value, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
-        arguments = function.get("arguments", function.get("parameters")) if isinstance(function, dict) else None
-        if isinstance(arguments, str):
-            text = escaped(arguments)
-            if text is None or not text.startswith("{"):
-                raise _BadRegion
-        else:
-            arguments = {} if arguments is None else arguments
-            if not isinstance(arguments, dict):
-                raise _BadRegion
-            tool = self._tools.get(name) if isinstance(name, str) else None
-            typed = {  # a text gets the type that the tool's schema says
-                key: typed_json(value, tool.types(key)) if tool is not None and isinstance(value, str) else json_text(value)
-                for key, value in arguments.items()
-            }
-            text = "{" + ", ".join(f"{json_text(key)}: {value}" for key, value in typed.items()) + "}"
-        if not isinstance(name, str) or not name or not is_unicode(name):
-            raise _BadRegion
-        return name, text
+        if not isinstance(function, dict) or not isinstance(name, str) or not name or not is_unicode(name):
+            raise ValueError(name)
+        arguments = function.get("arguments", function.get("parameters"))
+        if isinstance(arguments, str) and (text := escaped(arguments) or "").startswith("{"):
+            return name, text
+        if not isinstance(arguments, dict | None):
+            raise ValueError(name)
+        tool = self._tools.get(name)
+        typed = {  # a text gets the type that the tool's schema says
+            key: typed_json(value, tool.types(key)) if tool is not None and isinstance(value, str) else json_text(value)
+            for key, value in (arguments or {}).items()
+        }
+        return name, "{" + ", ".join(f"{json_text(key)}: {value}" for key, value in typed.items()) + "}"
 
 
 def _values(region: _Region) -> list[Any]:
@@ -413,7 +389,7 @@ def _values(region: _Region) -> list[Any]:
         return value if isinstance(value, list) else [value]
     if field.transform_each:
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-            raise _BadRegion
+            raise ValueError(value)
         return [_formed(field.transform, {**region.groups, **item}) for item in value]
     formed = _formed(field.transform, {**region.groups, "content": value})
     return formed if isinstance(formed, list) else [formed]

@@ -19,14 +19,14 @@ class StopStrings:
         tokens: the special tokens among `stops`; see `stop_tokens`.
 
     Attributes:
-        found: the stop string that has ended the text; None before.
+        match: the stop string that has ended the text; None before.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False, tokens: Mapping[int, str] | None = None) -> None:
         if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
             raise InputError("not a list of non-empty strings", where="stop", found=repr(stops)[:80])
         self._stops = tuple(stops)
-        self.found: str | None = None
+        self.match: str | None = None
         self._held, self._include, self._tokens = "", include, tokens or {}
         self._passed = 0  # characters of the held text in which no stop string may end
 
@@ -37,14 +37,14 @@ class StopStrings:
         """
         if not self._stops:
             return text_piece, False
-        if self.found is not None:
+        if self.match is not None:
             return "", True
         text = self._held + text_piece
         passed = self._passed if check else len(text)
         starts = [(text.find(stop, max(0, passed - len(stop) + 1)), len(stop)) for stop in self._stops]
         if matches := [(start + length, start) for start, length in starts if start >= 0 and start + length > passed]:
             end, start = min(matches)
-            self.found, self._held = text[start:end], ""
+            self.match, self._held = text[start:end], ""
             return text[: end if self._include else start], True
         emitted = len(text) - held_length(text, self._stops)
         self._held, self._passed = text[emitted:], max(0, passed - emitted)
@@ -53,9 +53,9 @@ class StopStrings:
     def end(self, token_id: int) -> str:
         """Tell which token has ended the text, after `flush`. If it is a stop string, returns what the text includes of it."""
         stop = self._tokens.get(token_id)
-        if stop is None or self.found is not None:
+        if stop is None or self.match is not None:
             return ""
-        self.found = stop
+        self.match = stop
         return stop if self._include else ""
 
     def flush(self) -> str:

@@ -2,6 +2,7 @@
 
 Templates differ in the form of messages that they take (`MessageForm`): one joins arguments of tool calls as texts, another one
 walks through them as objects. A template is a program, so only its output says which form it takes. llama.cpp does the same.
+What renders raises a `RenderingError` as `Probe.render` does.
 """
 
 import itertools
@@ -62,11 +63,7 @@ class Probe:
 
 
 def message_form(probe: Probe, source: str) -> MessageForm:
-    """The form of messages that the template with this source takes.
-
-    Raises:
-        RenderingError: see `Probe.render`.
-    """
+    """The form of messages that the template with this source takes."""
     user, form = _message("user", _USER), MessageForm()
     parts = replace(form, content_parts=True)
     if _USER not in probe.render([user], form) and _USER in probe.render([user], parts):
@@ -126,9 +123,6 @@ def left_out(probe: Probe, form: MessageForm, kinds: Sequence[Kind], tools: bool
     """What the template leaves out of a conversation of these kinds; "" if it shows all.
 
     Reasoning before the last message of the user is not looked for: most templates leave it out, as their models were trained.
-
-    Raises:
-        RenderingError: see `Probe.render`.
     """
     chat, parts, pending = list[dict[str, Any]](), list[tuple[str, list[str]]](), list[dict[str, Any]]()
     last = max((i for i, kind in enumerate(kinds) if kind.role == "user"), default=-1)
@@ -207,8 +201,6 @@ def end_of_turn(probe: Probe, form: MessageForm, tokens: Collection[str]) -> str
         tokens: texts of the tokens that may be one.
     Returns:
         None: there is no such token, or it also ends the reasoning before an answer.
-    Raises:
-        RenderingError: see `Probe.render`.
     """
     chat = [_message("user", _USER), _message("assistant", _ANSWER) | {"reasoning": _REASONING}]
     last = probe.render(chat, form)

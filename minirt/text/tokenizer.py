@@ -29,10 +29,11 @@ MAX_SMALL_FILE = 16 << 20  # tokenizer_config.json and special_tokens_map.json
 class ChatTokens(list[int]):
     """Token ids of a conversation's prompt.
 
+    `text`: the rendered conversation.
     `history_len`: how many of them come before the generation prompt, if somebody asked for it; 0: not known.
     """
 
-    history_len = 0
+    text, history_len = "", 0
 
 
 class Tokenizer:
@@ -60,9 +61,9 @@ class Tokenizer:
         # Whether a token's text depends on its neighbours, or that of a byte token on its run. Fuse and Strip keep characters.
         after_bytes = steps[steps.index("ByteFallback") + 1 :][:1] if self._byte_fallback else []
         self.has_neighbours = "BPEDecoder" in steps or after_bytes not in ([], ["Fuse"])
-        self._chat_template = ChatTemplate(folder, config)
         texts = _joined(older_path, older, config_path, config)
         self._special = {name: text for name, text in texts.items() if text}
+        self._chat_template = ChatTemplate(folder, config, self._special)
         self._config = config
         _check_added_tokens(config.get("added_tokens_decoder"), self._backend, config_path, "added_tokens_decoder")
         older_added = {str(key): {"content": text} for text, key in _optional(folder / "added_tokens.json").items()}
@@ -158,13 +159,9 @@ class Tokenizer:
 
         `with_history`: find `ChatTokens.history_len`, too, for which the template is rendered a second time.
         """
-        return self.encode_rendered(self.render_chat(messages, **options), messages, max_tokens, with_history, **options)
-
-    def encode_rendered(
-        self, text: str, messages: list[dict[str, Any]], max_tokens: int | None, with_history: bool, **options: Any
-    ) -> ChatTokens:
-        """`encode_chat`, of a conversation whose text is known."""
+        text = self.render_chat(messages, **options)
         tokens = ChatTokens(self.encode_plain(text, max_tokens))
+        tokens.text = text
         if with_history and options.get("add_generation_prompt", True):
             with suppress(TokenizerError):  # a template may render this conversation with a generation prompt only
                 without = self.render_chat(messages, **options | {"add_generation_prompt": False})
@@ -254,7 +251,7 @@ class Tokenizer:
 
     def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
         """Render `messages` as text; see `ChatTemplate.render`."""
-        return self._chat_template.render(messages, self._special, **options)
+        return self._chat_template.render(messages, **options)
 
     def template_uses(self, name: str) -> bool:
         """Whether a chat template, also one for conversations with tools, has a variable of this name, or at least the word."""
@@ -264,7 +261,7 @@ class Tokenizer:
     @functools.cached_property
     def end_of_turn_id(self) -> int | None:
         """The token that the chat template writes at the end of each answer; None if there is no such token."""
-        text = self._chat_template.end_of_turn(self._special, list(self._backend.added_tokens()))
+        text = self._chat_template.end_of_turn(list(self._backend.added_tokens()))
         return None if text is None else self.token_id(text)
 
     @functools.cached_property

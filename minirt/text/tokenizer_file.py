@@ -38,11 +38,7 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def decoder_steps(backend: Backend, path: Path) -> list[str]:
-    """The types of the decoder's steps, in order; [] without a decoder.
-
-    Raises:
-        TokenizerError: the decoder cannot be streamed exactly.
-    """
+    """The types of the decoder's steps; [] without a decoder. A decoder that cannot be streamed exactly is an error."""
     steps = list(_steps(backend.decoder(), "decoders"))
     names = [step["type"] for step in steps]
     # A strip of several characters needs more than one token of context. A strip at the end takes back emitted text.

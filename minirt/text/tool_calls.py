@@ -17,27 +17,18 @@ import re
 import string
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from minirt.text.json_checker import JsonChecker, escaped
-from minirt.text.reply import (
-    Calls,
-    Event,
-    Parser,
-    StatefulParser,
-    content,
-    first_marker,
-    held_length,
-    is_unicode,
-    json_text,
-)
+from minirt.text.json_checker import JsonChecker, escaped, is_unicode, json_text, shown
+from minirt.text.reply import Calls, Event, Parser, State, StatefulParser, content, first_marker, held_length
 from minirt.text.tools import Tool, typed_json
 
-_MORE, _DONE, _BAD = "more", "done", "bad"
+_READING, _DONE, _BAD = "reading", "done", "bad"
 _CALL_KEYS = ("name", "arguments", "parameters", "type", "id")
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _MAX_NAME = 200
-_WORD = re.compile(r"[\w.:/-]*", re.ASCII)
+_WORD = re.compile(rf"[\w.:/-]{{0,{_MAX_NAME}}}", re.ASCII)  # a name in Mistral's format
+_TAG_NAME = re.compile(rf'[^<>"\n]{{0,{_MAX_NAME}}}')  # a name in a tag of Qwen3-Coder
 # After a parameter's value that is not closed: the tags that end its call.
 _CALL_END = re.compile(r"(?:</function>\s{0,99})?(?:</tool_call>\s{0,99})?")
 
@@ -55,74 +46,66 @@ class _CallReader:
     def __init__(self, calls: Calls, names: Collection[str] | None) -> None:
         self._calls, self._names = calls, names
         self.started = False
-        self._consumed: list[str] = []  # until the call starts
         self._json = JsonChecker()
         self._key: str | None = None  # whose value is read
-        self._part: list[str] | None = None  # the characters of a key or a value of the call
+        self._part: list[str] | None = None  # the characters of a key, or of a value that is a string, a list or an object
         self._name: str | None = None
         self._arguments: str | None = None  # complete, but not sent
-        self._streaming, self._out = False, list[str]()
-
-    @property
-    def consumed(self) -> str:
-        """The text that was read, if the call has not started."""
-        return "".join(self._consumed)
+        self._streams = False  # whether `_part` belongs to arguments that are sent as they come
 
     def feed(self, text: str, start: int) -> tuple[list[Event], int, str]:
         """Read text from `start` on. Returns events, where the read text ends, and the status."""
         events: list[Event] = []
-        status, end = _MORE, start
-        while status is _MORE and end < len(text):
+        status, end = _READING, start
+        while status is _READING and end < len(text):
             status = self._push(text[end], events)
             end += status is not _BAD
-        if not self.started:
-            self._consumed.append(text[start:end])
-        if self._out:
-            events.append(self._calls.arguments("".join(self._out)))
-            self._out.clear()
+        if self._streams and self._part:
+            events.append(self._calls.arguments("".join(self._part)))
+            self._part.clear()
         if status is _DONE and not self.started:
             status = self._whole(events)
         return events, end, status
 
     def _push(self, character: str, events: list[Event]) -> str:
-        checker = self._json
-        depth, was_scalar = checker.depth, bool(checker.scalar)
+        checker, depth = self._json, self._json.depth
         if depth == 0 and not character.isspace() and character != "{":
             return _BAD
-        if depth == 1 and was_scalar and character in ",} \t\n\r" and not self._complete():
-            return _BAD
-        if depth == 1 and checker.expects_item and not character.isspace() and character != "}":
-            self._part = []
-            if checker.expects_value and not self._value_begins(character, events):
+        item = checker.expects if depth == 1 else ""
+        if item in ("key", "value") and not character.isspace() and character != "}":
+            if item == "value" and not self._value_begins(character, events):
                 return _BAD
+            self._part = [] if character in '"[{' else None
         if not checker.push(character):
             return _BAD
         if self._part is not None:
-            shown = json_text(character)[1:-1] if character < " " and checker.in_string else character
-            (self._out if self._streaming else self._part).append(shown)
-            ended = checker.depth == 1 and not checker.in_string and not checker.scalar
-            if (ended and not self._complete()) or not (ended or self._plausible()):
+            self._part.append(character if character >= " " else shown(character, checker))
+            ended = checker.depth == 1 and not checker.in_string
+            if not (self._complete(events) if ended else self._streams or self._plausible(self._part)):
                 return _BAD
-        return _DONE if checker.done else _MORE
+        return _DONE if checker.done else _READING
 
     def _value_begins(self, first: str, events: list[Event]) -> bool:
         """The value of `_key` begins. Starts the call if these are its arguments and its name is known."""
         if self._key in _ARGUMENT_KEYS:
-            if self._arguments is not None or self.started:
+            if self._arguments is not None or self.started or first not in '{"n':
                 return False
             if first == "{" and self._name is not None:
                 events.append(self._calls.start(self._name))
-                self.started = self._streaming = True
+                self.started = self._streams = True
+            elif first == "n":  # null
+                self._arguments = "{}"
         return self._key != "name" or (self._name is None and first == '"')
 
-    def _complete(self) -> bool:
+    def _complete(self, events: list[Event]) -> bool:
         """A key or a value is complete. Returns whether it can belong to a call."""
         text, self._part = "".join(self._part or []), None
-        if self._json.expects_colon:
+        if self._json.expects == "colon":
             self._key = _string(text)
             return self._key is not None and (self._names is None or self._key in _CALL_KEYS)
-        if self._streaming:
-            self._streaming = False
+        if self._streams:
+            self._streams = False
+            events.append(self._calls.arguments(text))
         elif self._key == "name":
             self._name = _string(text)
             return bool(self._name) and (self._names is None or self._name in self._names)
@@ -130,24 +113,23 @@ class _CallReader:
             self._arguments = text
         return True
 
-    def _plausible(self) -> bool:
+    def _plausible(self, part: Sequence[str]) -> bool:
         """Whether a key or a name that is not complete can still become one of a call. Looks at few characters."""
-        if self._names is None or self._part is None or self._json.depth != 1 or not self._json.in_string:
+        checker = self._json
+        if self._names is None or checker.depth != 1 or not (checker.in_key or self._key == "name"):
             return True
-        if not self._json.in_key and self._key != "name":
-            return True
-        words = _CALL_KEYS if self._json.in_key else self._names
-        if len(self._part) > 6 * max(map(len, words), default=0) + 1:  # also if each character is written as \uXXXX
+        words = _CALL_KEYS if checker.in_key else self._names
+        if len(part) > 6 * max(map(len, words), default=0) + 1:  # also if each character is written as \uXXXX
             return False
-        begun = "".join(self._part[1:])
+        begun = "".join(part[1:])
         return "\\" in begun or any(word.startswith(begun) for word in words)
 
     def _whole(self, events: list[Event]) -> str:
         """The object is complete, and its arguments have not been sent."""
-        arguments: str | None = "{}" if self._arguments in (None, "null") else self._arguments
+        arguments: str | None = self._arguments or "{}"
         if arguments is not None and arguments.startswith('"'):  # some models write them as a string
             arguments = escaped(_string(arguments) or "")
-        if self._name is None or arguments is None or not arguments.lstrip().startswith("{"):
+        if self._name is None or arguments is None or not arguments.startswith("{"):
             return _BAD
         events += [self._calls.start(self._name), self._calls.arguments(arguments)]
         self.started = True
@@ -160,36 +142,53 @@ def _string(text: str) -> str | None:
     return value if is_unicode(value) else None
 
 
+_CLOSE = "</tool_call>"
+_STAYS = ("{", _CLOSE)  # markers with which the next state begins
+
+
 class _CallParser(StatefulParser):
     """A parser of calls among content."""
+
+    _opens: tuple[str, ...] = ()  # the markers among content before a call
+    _skipped = ""  # characters between two calls that mean as much as white space
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         super().__init__()
         self._tools, self._calls = {tool.name: tool for tool in tools}, Calls()
         self._pending: list[str] = []  # what seems to belong to a call that has not started, and is content if it is none
+        self._started = False
 
     def _outside(self) -> list[Event] | None:
-        """The state between calls."""
-        raise NotImplementedError
-
-    def _content(self, markers: Sequence[str]) -> tuple[list[Event], str]:
-        """Content up to the next marker. Returns events and the marker, which is pending then; "" if there is none yet.
-
-        White space before a marker is pending, too.
-        """
-        text, marker = self._up_to(markers)
-        shown = text.rstrip()
-        events = content(self._take_space() + shown) if shown else []
-        self._space.append(text[len(shown) :])
+        """The state between calls. White space before a marker is pending, as is the marker."""
+        self._started = False
+        text, marker = self._up_to(self._opens)
+        before = text.rstrip()
+        events = content(self._take_space() + before) if before else []
+        self._space.append(text[len(before) :])
         if marker:
             self._use(len(marker))
-        return events, marker
+            self._open(marker)
+        return events if events or marker else None
+
+    def _open(self, marker: str) -> None:
+        """A marker among content has come."""
+        raise NotImplementedError
 
     def _use(self, length: int) -> None:
         """The next text, and the white space before it, belong to a call."""
-        self._pending += [*self._space, self._text[self._at : self._at + length]]
+        if not self._started:
+            self._pending += [*self._space, self._text[self._at : self._at + length]]
         self._space.clear()
         self._at += length
+
+    def _take(self, states: dict[str, State]) -> list[Event] | None:
+        """After white space one of these markers must come, which leads to its state. Else the call is no call."""
+        marker = self._next(*states)
+        if not marker:
+            return None if marker is None else self._give_up()
+        self._use(0 if marker in _STAYS else len(marker))
+        self._state = states[marker]
+        return []
 
     def _give_up(self) -> list[Event]:
         """What comes now cannot belong to a call."""
@@ -203,19 +202,19 @@ class _CallParser(StatefulParser):
         return [self._calls.start(name)]
 
     def _arguments(self) -> list[Event] | None:
-        shown = list[str]()
+        part = list[str]()
         while self._at < len(self._text):
             character = self._text[self._at]
             if self._json.done or not self._json.push(character):
                 self._state = self._outside
                 break
-            shown.append(json_text(character)[1:-1] if character < " " and self._json.in_string else character)
+            part.append(character if character >= " " else shown(character, self._json))
             self._at += 1
-        return [self._calls.arguments("".join(shown))] if shown else None if self._state == self._arguments else []
+        return [self._calls.arguments("".join(part))] if part else None if self._state == self._arguments else []
 
-    def _rest_of_content(self) -> list[Event]:
-        text = self._unused()
-        return content(text) if text.strip() or not self._calls.count else []
+    def _rest(self) -> list[Event]:
+        text = "".join(self._pending) + self._unused()
+        return content(text) if text.strip(string.whitespace + self._skipped).strip() or not self._calls.count else []
 
 
 class _JsonFormat(NamedTuple):
@@ -243,24 +242,22 @@ class _JsonCallParser(_CallParser):
 
     def __init__(self, form: _JsonFormat, tools: Sequence[Tool]) -> None:
         super().__init__(tools)
-        self._form = form
+        self._form, self._opens, self._skipped = form, form.opens, form.skipped
         self._state = self._beginning if form.begins else self._outside
 
     def _beginning(self) -> list[Event] | None:
         return self._expect(self._form.begins)
 
-    def _outside(self) -> list[Event] | None:
-        events, marker = self._content(self._form.opens)
-        if marker:
-            self._begin_call()
-        return events if events or marker else None
+    def _open(self, marker: str) -> None:
+        self._begin_call()
 
     def _after_call(self) -> list[Event] | None:
+        self._started = False
         return self._expect(self._form.follows, self._form.ends)
 
     def _expect(self, starts: tuple[str, ...], ends: tuple[str, ...] = ()) -> list[Event] | None:
         """What comes next: a call, after one of `starts`; one of `ends`; or content."""
-        self._skip_space(self._form.skipped if self._calls.count else "")
+        self._skip_space(self._skipped if self._calls.count else "")
         marker = self._next(*starts, *ends)
         if marker is None:
             return None
@@ -270,7 +267,7 @@ class _JsonCallParser(_CallParser):
                 self._at += len(marker)
                 self._space.clear()
             return []
-        self._use(0 if marker == "{" else len(marker))
+        self._use(0 if marker in _STAYS else len(marker))
         return self._begin_call()
 
     def _begin_call(self) -> list[Event]:
@@ -280,22 +277,18 @@ class _JsonCallParser(_CallParser):
     def _call(self) -> list[Event] | None:
         if self._at == len(self._text):
             return None
-        events, self._at, status = self._reader.feed(self._text, self._at)
-        if status is _MORE:
-            return events
-        self._state = self._after_call if status is _DONE else self._outside
-        if status is _BAD and not self._reader.started:
-            events += content("".join(self._pending) + self._reader.consumed)
-        self._pending = []
+        events, end, status = self._reader.feed(self._text, self._at)
+        self._use(end - self._at)
+        self._started = self._reader.started
+        if self._started:
+            self._pending.clear()
+        if status is not _READING:
+            self._state = self._after_call if status is _DONE else self._outside
+            events += [] if self._started else self._give_up()
         return events
 
     def _rest(self) -> list[Event]:
-        if self._state == self._call:
-            return [] if self._reader.started else content("".join(self._pending) + self._reader.consumed)
-        if self._state == self._after_call and self._form.ends:
-            return []
-        text = "".join(self._pending) + self._unused()
-        return content(text) if text.strip(string.whitespace + self._form.skipped).strip() or not self._calls.count else []
+        return [] if self._form.ends and self._state == self._after_call else super()._rest()
 
 
 class MistralParser(_JsonCallParser):
@@ -323,29 +316,20 @@ class MistralParser(_JsonCallParser):
         """The name of a function, or the id after it, which is not used."""
         self._skip_space()
         word = _WORD.match(self._text, self._at)[0]  # type: ignore[index]  # it also matches no character
-        if self._at + len(word) == len(self._text) and len(word) <= _MAX_NAME:
+        if self._at + len(word) == len(self._text):
             return None
         self._use(len(word))
         self._name = self._name or word
         self._state = self._header
-        return [] if word and len(word) <= _MAX_NAME else self._give_up()
+        return [] if word else self._give_up()
 
     def _header(self) -> list[Event] | None:
-        marker = self._next("{", self._ARGUMENTS, self._ID)
-        if not marker:
-            return None if marker is None else self._give_up()
-        if marker == "{":
-            return self._begin_arguments(self._name)
-        self._use(len(marker))
-        self._state = self._word if marker == self._ID else self._header
-        return []
+        begins = partial(self._begin_arguments, self._name)
+        return self._take({"{": begins, self._ARGUMENTS: self._header, self._ID: self._word})
 
 
-class CallListParser(_JsonCallParser):
-    """The answer to a `tool_choice` of "required": a JSON list of calls (see `tools.call_schema`)."""
-
-    def __init__(self, tools: Sequence[Tool]) -> None:
-        super().__init__(_JsonFormat(begins=("[",), follows=(",",), ends=("]",)), tools)
+# The answer to a `tool_choice` of "required": a JSON list of calls (see `tools.call_schema`).
+CallListParser = partial(_JsonCallParser, _JsonFormat(begins=("[",), follows=(",",), ends=("]",)))
 
 
 class NamedCallParser(_CallParser):
@@ -356,17 +340,7 @@ class NamedCallParser(_CallParser):
         self._name, self._state = name, self._beginning
 
     def _beginning(self) -> list[Event] | None:
-        marker = self._next("{")
-        if marker == "":
-            self._state = self._outside
-            return []
-        return self._begin_arguments(self._name) if marker else None
-
-    def _outside(self) -> list[Event] | None:
-        return self._content(())[0] or None
-
-    def _rest(self) -> list[Event]:
-        return self._rest_of_content()
+        return self._take({"{": partial(self._begin_arguments, self._name)})
 
 
 class Qwen3CoderParser(_CallParser):
@@ -379,17 +353,17 @@ class Qwen3CoderParser(_CallParser):
     `</function>` or `</tool_call>`, if no other text than the next call follows.
     """
 
-    _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-    _FUNCTION, _FUNCTION_END, _PARAMETER, _PARAMETER_END = "<function=", "</function>", "<parameter=", "</parameter>"
+    _OPEN, _FUNCTION, _FUNCTION_END = "<tool_call>", "<function=", "</function>"
+    _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+    _opens = (_OPEN, _FUNCTION)
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         super().__init__(tools)
-        self._state = self._outside
+        self._state: State = self._outside
         self._name = ""
-        self._value_parts: list[str] = []  # of a value that is no string
         self._types: tuple[str, ...] = ()
         self._absent = set[str]()  # parameters of the tool that the call does not have yet
-        self._bare, self._started, self._first, self._final = False, False, True, False
+        self._bare, self._final = False, False
         self._empty = True  # nothing of a value is used yet
 
     def finish(self) -> list[Event]:
@@ -397,83 +371,60 @@ class Qwen3CoderParser(_CallParser):
         self._final = True
         return [*self.feed(""), *super().finish()]
 
-    def _outside(self) -> list[Event] | None:
-        self._started = False
-        events, marker = self._content([self._OPEN, self._FUNCTION])
-        if marker:
-            self._bare = marker == self._FUNCTION
-            self._state = self._function_name if self._bare else self._opened
-        return events if events or marker else None
+    def _open(self, marker: str) -> None:
+        self._bare = marker == self._FUNCTION
+        self._state = self._function_name if self._bare else self._opened
 
     def _opened(self) -> list[Event] | None:
-        return self._take((self._FUNCTION,), lambda marker: self._function_name)
-
-    def _take(self, markers: tuple[str, ...], to: Callable[[str], Any]) -> list[Event] | None:
-        """After white space one of `markers` must come; it is used up, and `to` says the next state. Else the call is no call."""
-        marker = self._next(*markers)
-        if marker:
-            self._use(len(marker))
-            self._state = to(marker)
-            return []
-        return None if marker is None else self._give_up()
-
-    def _use(self, length: int) -> None:
-        super()._use(length)
-        if self._started:
-            self._pending.clear()
+        return self._take({self._FUNCTION: self._function_name})
 
     def _begun(self) -> str:
         """The name that comes next, as far as it has come."""
-        end = self._text.find(">", self._at, self._at + _MAX_NAME + 1)
-        return self._text[self._at : end if end >= 0 else self._at + _MAX_NAME + 1]
+        return _TAG_NAME.match(self._text, self._at)[0]  # type: ignore[index]  # it also matches no character
 
-    def _word(self) -> str | None:
+    def _tag_name(self) -> str | None:
         """The name up to ">"; None if it is not complete; "" if it is none."""
         begun = self._begun()
-        if len(begun) > _MAX_NAME or re.search(r'[<"\n]', begun):
-            return ""
-        if self._at + len(begun) == len(self._text):
+        end = self._at + len(begun)
+        if end == len(self._text):
             return None
+        if self._text[end] != ">":
+            return ""
         self._use(len(begun) + 1)
         return begun.strip()
 
     def _function_name(self) -> list[Event] | None:
         if self._bare and not any(name.startswith(self._begun().strip()) for name in self._tools):
             return self._give_up()
-        name = self._word()
-        if name is None:
-            return None
+        name = self._tag_name()
         if not name or (self._bare and name not in self._tools):
-            return self._give_up()
-        self._name, self._first = name, True
+            return None if name is None else self._give_up()
         properties = self._tools[name].parameters.get("properties") if name in self._tools else None
-        self._absent = set(properties) if isinstance(properties, dict) else set()
+        self._name, self._absent = name, set(properties) if isinstance(properties, dict) else set()
         self._state = self._body
         return []
 
     def _body(self) -> list[Event] | None:
-        states = {self._PARAMETER: self._parameter_name, self._FUNCTION_END: self._end, self._CLOSE: self._end_without_tag}
-        return self._take(tuple(states), states.__getitem__)
+        return self._take({self._PARAMETER: self._parameter_name, self._FUNCTION_END: self._end, _CLOSE: self._end})
 
-    def _start(self) -> list[Event]:
+    def _append(self, first: str, later: str) -> list[Event]:
+        """Events of arguments: `first` if the call begins with them, else `later`."""
         if self._started:
-            return []
+            return [self._calls.arguments(later)]
         self._started, self._pending = True, []
-        return [self._calls.start(self._name)]
+        return [self._calls.start(self._name), self._calls.arguments(first)]
 
     def _parameter_name(self) -> list[Event] | None:
-        key = self._word()
+        key = self._tag_name()
         if not key:
             return None if key is None else self._give_up()
         tool = self._tools.get(self._name)
         self._absent.discard(key)
         self._types = tool.types(key) if tool is not None else ()
         self._is_string = self._types in ((), ("string",))
-        begun = ("{" if self._first else ", ") + json_text(key) + ": " + ('"' if self._is_string else "")
-        start = self._start()
-        self._first = False
+        begun = json_text(key) + ": " + ('"' if self._is_string else "")
         self._state = self._value_begins
-        return [*start, self._calls.arguments(begun)]
+        return self._append("{" + begun, ", " + begun)
 
     def _value_begins(self) -> list[Event] | None:
         if self._at == len(self._text):
@@ -484,7 +435,7 @@ class Qwen3CoderParser(_CallParser):
 
     def _value(self) -> list[Event] | None:
         """Up to the end of the value, without one newline before it."""
-        tags = (self._PARAMETER_END, self._PARAMETER, self._FUNCTION_END, self._CLOSE)
+        tags = (self._PARAMETER_END, self._PARAMETER, self._FUNCTION_END, _CLOSE)
         place, tag = first_marker(self._text, tags, self._at)
         while tag and (ends := self._ends_value(place, tag)) is False:
             place, tag = first_marker(self._text, tags, place + len(tag))
@@ -502,11 +453,10 @@ class Qwen3CoderParser(_CallParser):
         self._empty = False
         if self._is_string:
             return [self._calls.arguments(json_text(piece)[1 : None if done else -1])]
-        self._value_parts.append(piece)
+        self._pending.append(piece)
         if not done:
             return []
-        value = "".join(self._value_parts)
-        self._value_parts.clear()
+        value, self._pending = "".join(self._pending), []
         return [self._calls.arguments(typed_json(value, self._types))]
 
     def _ends_value(self, place: int, tag: str) -> bool | None:
@@ -523,26 +473,19 @@ class Qwen3CoderParser(_CallParser):
                 return begun in self._absent
             return None if not self._final and any(name.startswith(begun) for name in self._absent) else False
         end = _CALL_END.match(self._text, place).end()  # type: ignore[union-attr]  # it matches `tag`
-        following = self._text[end : end + len(self._CLOSE)]
+        following = self._text[end : end + len(_CLOSE)]
         if following.startswith((self._OPEN, self._FUNCTION)):
             return True
-        if not any(marker.startswith(following) for marker in (self._CLOSE[:-1], self._OPEN, self._FUNCTION)):
+        if not any(marker.startswith(following) for marker in (_CLOSE[:-1], self._OPEN, self._FUNCTION)):
             return False
         return self._final or None
 
     def _end(self) -> list[Event] | None:
-        start = self._start()
-        events = [*start, self._calls.arguments("{}" if self._first else "}")]
-        self._state = self._after
-        return events
+        self._state = self._after_call
+        return self._append("{}", "}")
 
-    def _end_without_tag(self) -> list[Event] | None:
-        events = self._end()
-        self._state = self._outside
-        return events
-
-    def _after(self) -> list[Event] | None:
-        marker = self._next(self._CLOSE) if self._bare else self._next(self._CLOSE, self._FUNCTION)
+    def _after_call(self) -> list[Event] | None:
+        marker = self._next(_CLOSE) if self._bare else self._next(_CLOSE, self._FUNCTION)
         if marker is None:
             return None
         self._state = self._outside
@@ -553,14 +496,7 @@ class Qwen3CoderParser(_CallParser):
         return []
 
     def _rest(self) -> list[Event]:
-        if self._state == self._outside:
-            return self._rest_of_content()
-        if self._state == self._after:
-            return []
-        text = "".join(self._value_parts) + self._unused()
-        if not self._started:
-            return content("".join(self._pending) + text)
-        return content(text) if text.strip() else []
+        return [] if self._state == self._after_call else super()._rest()
 
 
 class Format(NamedTuple):

@@ -3,14 +3,14 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 from minirt.errors import InputError, UnsupportedError, quoted, shortened
 from minirt.modeling.patterns import matches
 from minirt.structured.schema import References, normalized, without_unused
-from minirt.text.json_checker import escaped
-from minirt.text.reply import json_text
+from minirt.text.json_checker import escaped, json_text
+from minirt.text.messages import object_at
 
 MAX_TOOLS = 512
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
@@ -43,13 +43,11 @@ class Tool:
 
 def chat_tool(value: object, place: str) -> dict[str, Any]:
     """A tool in OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}."""
-    if not isinstance(value, dict):
-        raise InputError("not an object", where=place, found=type(value).__name__)
-    if value.get("type", "function") != "function":
-        raise InputError("a tool of another type", where=f"{place}.type", expected="function", found=shortened(value["type"], 40))
-    if not isinstance(function := value.get("function"), dict):
-        raise InputError("not an object", where=f"{place}.function", found=type(function).__name__)
-    return value
+    tool = object_at(value, place)
+    if tool.get("type", "function") != "function":
+        raise InputError("a tool of another type", where=f"{place}.type", expected="function", found=shortened(tool["type"], 40))
+    object_at(tool.get("function"), f"{place}.function")
+    return tool
 
 
 def read_tools(
@@ -87,8 +85,7 @@ def _checked_tool(value: dict[str, Any], name_at: str, parameters_at: str) -> To
         raise InputError("not the name of a function", where=name_at, expected=expected, found=shown)
     if parameters is None:
         parameters = {"type": "object", "properties": {}}
-    if not isinstance(parameters, dict):
-        raise InputError("not a JSON schema", where=parameters_at, expected="an object", found=type(parameters).__name__)
+    parameters = object_at(parameters, parameters_at, "not a JSON schema", "an object")
     if not parameters.keys() & _SAY_TYPE:  # arguments are an object, also where the schema does not say so
         parameters = {"type": "object"} | parameters
     stated = types(parameters)
@@ -102,6 +99,7 @@ def _checked_tool(value: dict[str, Any], name_at: str, parameters_at: str) -> To
 
 # --- values that are written as plain text ---
 
+_TYPE_OF = {bool: "boolean", str: "string", int: "integer", float: "number", list: "array", dict: "object"}
 _IMPLIED = (  # types of which a schema speaks that does not name one
     ("object", {"properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties"}),
     ("array", {"items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems", "contains"}),
@@ -110,13 +108,9 @@ _IMPLIED = (  # types of which a schema speaks that does not name one
 )
 
 
-def types(schema: Any, root: Any = None) -> tuple[str, ...]:
-    """The JSON types that a schema allows, "null" first, then in its order; empty if it does not say.
-
-    Args:
-        root: the document that a "$ref" refers to; None: `schema`.
-    """
-    return _null_first(_Types(schema if root is None else root).of(schema))
+def types(schema: Any) -> tuple[str, ...]:
+    """The JSON types that a schema allows, "null" first, then in its order; empty if it does not say."""
+    return _null_first(_Types(schema).of(schema))
 
 
 def _null_first(kinds: Sequence[str] | None) -> tuple[str, ...]:
@@ -150,12 +144,10 @@ class _Types:
         if isinstance(schema.get("$ref"), str):
             limits.append(self.of(self._target(schema["$ref"]), depth) or [])
         values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-        limits.append([_type_of(value) for value in values] if isinstance(values, list) else [])
+        limits.append([_TYPE_OF.get(type(value), "null") for value in values] if isinstance(values, list) else [])
         limits = [kinds for kinds in limits if kinds] or [[kind] for kind, keywords in _IMPLIED if keywords & schema.keys()][:1]
-        result = limits[0] if limits else None
-        for kinds in limits[1:]:
-            result = _common(result or [], kinds)
-        result = None if result is None else [*dict.fromkeys(result)]
+        common: list[str] = reduce(_common, limits) if limits else []
+        result = [*dict.fromkeys(common)] if limits else None
         return [*(result or ()), "null"] if schema.get("nullable") is True else result
 
     def of_argument(self, name: str) -> tuple[str, ...]:
@@ -171,7 +163,7 @@ class _Types:
                 if isinstance(properties, dict) and name in properties:
                     stated.append(properties[name])
                 for pattern, schema in patterns.items() if isinstance(patterns, dict) else ():
-                    stated += [schema] if _found(pattern, name) else []
+                    stated += [schema] if _covers(pattern, name) else []
                 others.append(part.get("additionalProperties"))
                 todo += [inner for keyword in ("allOf", "anyOf", "oneOf") for inner in _listed(part, keyword)]
                 todo += [self._target(part["$ref"])] if isinstance(part.get("$ref"), str) else []
@@ -190,17 +182,12 @@ def _common(first: list[str], second: list[str]) -> list[str]:
     return [kind for kind in narrowed if kind in wide] or first
 
 
-def _found(pattern: Any, name: str) -> bool:
+def _covers(pattern: Any, name: str) -> bool:
     """Whether a pattern of "patternProperties" is found in a name; not if it is not simple enough to be sure in bounded time."""
     try:
         return isinstance(pattern, str) and matches(rf"[\s\S]*(?:{pattern})", name)
     except UnsupportedError:
         return False
-
-
-def _type_of(value: Any) -> str:
-    names = {bool: "boolean", str: "string", int: "integer", float: "number", list: "array", dict: "object"}
-    return names.get(type(value), "null")
 
 
 def typed_json(text: str, kinds: Sequence[str]) -> str:
@@ -253,15 +240,9 @@ def call_schema(tools: Sequence[Tool], parallel: bool) -> dict[str, Any]:
     if not tools:
         raise InputError('"required" needs tools', where="tool_choice")
     definitions: dict[str, Any] = {}
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": tool.name}, "arguments": _embedded(tool, definitions)},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for tool in tools
-    ]
+    fields = ({"name": {"const": tool.name}, "arguments": _embedded(tool, definitions)} for tool in tools)
+    rest = {"required": ["name", "arguments"], "additionalProperties": False}
+    calls = [{"type": "object", "properties": properties} | rest for properties in fields]
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     return schema | ({} if parallel else {"maxItems": 1}) | ({"$defs": definitions} if definitions else {})
 
@@ -280,14 +261,14 @@ def chosen(tools: Sequence[Tool], choice: object) -> Tool:
         if tool.name == name:
             return tool
     names = ", ".join(tool.name for tool in tools)
-    expected = f'none, auto, required, or {{"type": "function", "function": {{"name": …}}}} with one of {names}'
+    expected = f'none, auto, required, or {{"type": "function", …}} with the name of a tool: {names}'
     raise InputError("no such tool", where="tool_choice", expected=shortened(expected), found=quoted(choice, 80))
 
 
 def _embedded(tool: Tool, definitions: dict[str, Any]) -> dict[str, Any]:
     """The schema of a tool's arguments as a part of a larger one: it goes to `definitions`, under the tool's name.
 
-    In the form of one draft and without names, it means there what it means on its own.
+    In the form of one draft and without names, it means there what it means alone.
     """
     name = tool.name.replace("~", "~0").replace("/", "~1")
     try:

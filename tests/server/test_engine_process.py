@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from minirt import models
-from minirt.engine.request import Request
+from minirt.engine.request import EngineStats, Request
 from minirt.errors import EngineError, InputError
 from minirt.sampling_params import SamplingParams, resolve
 from minirt.server.engine_process import _Connection, _Server
-from minirt.server.wire import Abort, Frames, Start, Submit, Tokens, frame
+from minirt.server.wire import Abort, Answer, Frames, Start, Submit, frame
 
 
 class Fake:
@@ -81,7 +81,7 @@ def test_an_engine_that_has_ended():
 def test_messages_of_several_threads_are_whole():
     """Each is longer than what the socket takes at once, so that a thread waits within its message."""
     front, engine = socket.socketpair()
-    messages = [Tokens([i] * 500_000) for i in range(8)]
+    messages = [Answer(EngineStats(0, 0, 0.0, 0, 0, 0), [i] * 500_000) for i in range(8)]
     with ThreadPoolExecutor(len(messages)) as pool, front:
         front.settimeout(20)
         connection, frames, bodies = _Connection(engine.detach()), Frames(), []

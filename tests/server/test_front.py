@@ -445,8 +445,8 @@ def test_a_conversation_without_a_chat_template_names_the_other_endpoint():
     ("/tokenize", {"prompt": "word " * 400}), ("/detokenize", {"tokens": [5] * 1000}),
 ])  # fmt: skip
 def test_large_requests_are_read_beside_the_event_loop(path, fields, monkeypatch):
-    threads, decode, convert = [], protocol._decode_json, protocol.convert
-    monkeypatch.setattr(protocol, "_decode_json", lambda body: (threads.append(threading.current_thread()), decode(body))[1])
+    threads, decoded, convert = [], protocol.object_at, protocol.convert
+    monkeypatch.setattr(protocol, "object_at", lambda *args: (threads.append(threading.current_thread()), decoded(*args))[1])
     monkeypatch.setattr(protocol, "convert", lambda *args: (threads.append(threading.current_thread()), convert(*args))[1])
 
     async def scenario(this, engine, ask):

@@ -13,13 +13,13 @@ from minirt.server.wire import (
     TO_ENGINE,
     TO_FRONT,
     Abort,
-    AskStats,
+    Answer,
+    Ask,
     Failed,
-    Found,
     Frames,
+    ModelFiles,
     Ready,
     Start,
-    Stats,
     Step,
     Submit,
     frame,
@@ -45,7 +45,7 @@ def bodies(data, pieces=1):
 
 @pytest.mark.parametrize("message", [
     Start({"model": "m", "impl": ["eager"], "kv_cache_memory": 1 << 40, "seed": None}, True),
-    Submit([REQUEST, REQUEST]), Abort([1, 2**50]), AskStats(),
+    Submit([REQUEST, REQUEST]), Abort([1, 2**50]), Ask(), Ask([2**40]),
 ])  # fmt: skip
 def test_messages_to_the_engine(message):
     (body,) = bodies(frame(message))
@@ -58,9 +58,9 @@ def test_messages_to_the_engine(message):
 
 
 @pytest.mark.parametrize("message", [
-    Found(None), Found("/models/é"), Ready(512, 4096, 8, (0, 2), {"top_k": 1}, {"plan": "x"}),
+    ModelFiles(None), ModelFiles("/models/é"), Ready(512, 4096, 8, (0, 2), {"top_k": 1}, {"plan": "x"}),
     Step([TokenOutput(2**40, (1, 2**31), None, None, 64, (ROW, ROW), (ROW,), 0.25), TokenOutput(1, (), "stop")]),
-    Stats(EngineStats(1, 2, 0.5, 3, 4, 5, 6)), Stats(EngineStats(1, 2, 0.5, 3, 4, 5, 6, prefix_cache_recomputed=7)),
+    Answer(EngineStats(1, 2, 0.5, 3, 4, 5, 6), []), Answer(EngineStats(1, 2, 0.5, 3, 4, 5, 6, prefix_cache_recomputed=7), [8]),
 ])  # fmt: skip
 def test_messages_to_the_front(message):
     (body,) = bodies(frame(message))

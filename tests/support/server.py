@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import psutil
 import uvicorn
 
-from minirt.engine.request import TokenOutput
+from minirt.engine.request import EngineStats, TokenOutput
 from minirt.server.app import App
 from minirt.server.front import Front
 from minirt.server.http_protocol import HTTPProtocol
@@ -21,7 +21,7 @@ from minirt.server.metrics import Metrics
 from minirt.server.options import ServerOptions
 from minirt.server.remote_engine import RemoteEngine
 from minirt.server.run import listen
-from minirt.server.wire import TO_ENGINE, Abort, AskTokens, Found, Frames, Ready, Start, Step, Submit, Tokens, frame
+from minirt.server.wire import TO_ENGINE, Abort, Answer, Ask, Frames, ModelFiles, Ready, Start, Step, Submit, frame
 from support.cli import start
 
 WARM = "A king who had no crown walked over the hills to find it. " * 6  # a prompt that the server of most tests computes at load
@@ -137,14 +137,14 @@ class FakeEngine:
             for body in frames.feed(data):
                 match TO_ENGINE.decode(body):
                     case Start():
-                        self._writer.write(frame(Found(None if folder is None else str(folder))))
+                        self._writer.write(frame(ModelFiles(None if folder is None else str(folder))))
                         self._writer.write(frame(Ready(max_len, 4096, 8, (0,), None, {}, keeps_states)))
                     case Submit(requests=requests):
                         self.requests += requests
                     case Abort(request_ids=ids):
                         self.aborted += ids
-                    case AskTokens(request_ids=ids) if self.made is not None:
-                        self._writer.write(frame(Tokens([self.made] * len(ids))))
+                    case Ask(request_ids=ids) if ids and self.made is not None:
+                        self._writer.write(frame(Answer(EngineStats(0, 0, 0.0, 0, 0, 0), [self.made] * len(ids))))
             self._changed.set()
 
     async def until(self, condition) -> None:

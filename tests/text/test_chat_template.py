@@ -37,7 +37,7 @@ CHAT: list[dict[str, Any]] = [
 
 
 def ours(chat, template=TEMPLATE, **options) -> str:
-    return ChatTemplate(Path("folder"), {"chat_template": template}).render(chat, {}, **options)
+    return ChatTemplate(Path("folder"), {"chat_template": template}).render(chat, **options)
 
 
 def theirs(chat, tools=None, template=TEMPLATE, **options) -> str:
@@ -202,9 +202,9 @@ def test_an_answer_of_reasoning_alone_goes_back() -> None:
 
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "documents", "bos_token"])
 def test_a_request_cannot_replace_what_the_template_gets(name: str) -> None:
-    chat = ChatTemplate(Path("f"), {"chat_template": "x"})
+    chat = ChatTemplate(Path("f"), {"chat_template": "x"}, {"bos_token": "<s>"})
     with pytest.raises(InputError, match=f"chat_template_kwargs: .* found {name}"):
-        chat.render(CHAT, {"bos_token": "<s>"}, variables={name: "{{ 1 }}"})
+        chat.render(CHAT, variables={name: "{{ 1 }}"})
 
 
 def test_values_that_are_no_json_are_named() -> None:
@@ -281,9 +281,9 @@ def test_what_transformers_saves_is_read(tmp_path: Path) -> None:
 def test_the_older_file_of_processors_is_the_last_one(tmp_path: Path) -> None:
     """Catches a template that only chat_template.json has, and one that wins over newer files or is ignored without a word."""
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "old {{ messages[0].content }}"}))
-    assert ChatTemplate(tmp_path, {}).render(CHAT, {}) == "old Hi"
+    assert ChatTemplate(tmp_path, {}).render(CHAT) == "old Hi"
     with pytest.warns(UserWarning, match=r"chat_template\.json: .* ignored, since tokenizer_config\.json has another one"):
-        assert ChatTemplate(tmp_path, {"chat_template": "new"}).render(CHAT, {}) == "new"
+        assert ChatTemplate(tmp_path, {"chat_template": "new"}).render(CHAT) == "new"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ChatTemplate(tmp_path, {"chat_template": "old {{ messages[0].content }}\n"})

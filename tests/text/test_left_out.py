@@ -105,7 +105,7 @@ def _in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_every_kind_of_message_at_every_place(name: str) -> None:
     """A warning comes if, and only if, something is not in the prompt."""
-    template = ChatTemplate(Path("f"), {"chat_template": ALL[name]})
+    template = ChatTemplate(Path("f"), {"chat_template": ALL[name]}, SPECIAL)
     rendered = 0
     for kinds in conversations():
         messages, texts = written(kinds)
@@ -113,7 +113,7 @@ def test_every_kind_of_message_at_every_place(name: str) -> None:
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             try:
-                text = template.render(messages, SPECIAL, tools=tools)
+                text = template.render(messages, tools=tools)
             except TokenizerError:
                 continue
         rendered += 1
@@ -126,16 +126,16 @@ def test_every_kind_of_message_at_every_place(name: str) -> None:
 @pytest.mark.usefixtures("_in_process")
 def test_what_is_left_out_is_named() -> None:
     source = LOSES["Mistral 7B: the system message goes into the last question"]
-    template = ChatTemplate(Path("f"), {"chat_template": source})
+    template = ChatTemplate(Path("f"), {"chat_template": source}, SPECIAL)
     words = "with tool, .* out: content of system at the beginning, content of assistant after user$"
     with pytest.warns(UserWarning, match=words):
-        template.render(written(("system", "user", "call", "result"))[0], SPECIAL)
+        template.render(written(("system", "user", "call", "result"))[0])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        template.render(written(("system", "user"))[0], SPECIAL)
+        template.render(written(("system", "user"))[0])
     picky = "{{ 'Text0.' if messages[0].content == 'Text0.' else raise_exception('no') }}"
     with pytest.warns(UserWarning, match="leaves out: it is not known what, since it fails with other texts"):
-        ChatTemplate(Path("f"), {"chat_template": picky}).render(written(("user",))[0], SPECIAL)
+        ChatTemplate(Path("f"), {"chat_template": picky}, SPECIAL).render(written(("user",))[0])
 
 
 def test_a_long_conversation_has_a_short_outline() -> None:

@@ -39,7 +39,7 @@ OURS = {template: ChatTemplate(Path("folder"), {"chat_template": template}) for 
 
 
 def ours(chat: list[dict[str, Any]], template: str = TEMPLATE, **options: Any) -> str:
-    return OURS[template].render(chat, {}, **options)
+    return OURS[template].render(chat, **options)
 
 
 def theirs(chat: list[dict[str, Any]], template: str, **options: Any) -> str:

@@ -5,8 +5,9 @@ import random
 
 import pytest
 
-from minirt.text.reasoning import ReasoningParser, opens_reasoning
+from minirt.text.reasoning import BLOCKS, ReasoningParser
 from minirt.text.reply import ContentDelta, ReasoningDelta, ReplyParser, collect, parse
+from minirt.text.reply_format import ReplyFormat
 from minirt.text.tool_calls import FORMATS
 from minirt.text.tools import read_tools
 
@@ -74,7 +75,7 @@ def test_nothing_waits_without_need():
     ],
 )  # fmt: skip
 def test_whether_the_prompt_opens_the_block(prompt, inside):
-    assert opens_reasoning(prompt) is inside
+    assert ReplyFormat(reasoning=BLOCKS[0]).opens_reasoning(prompt) is inside
 
 
 def test_other_markers():

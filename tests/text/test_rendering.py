@@ -51,7 +51,7 @@ TOO_MUCH = {
 def test_a_template_without_end_is_stopped(name: str) -> None:
     chat = template(TOO_MUCH[name])
     with pytest.raises(TokenizerError, match=r"stopped after 0\.4 s|more than 1GiB|more than .* characters|Error") as caught:
-        chat.render(CHAT, {})
+        chat.render(CHAT)
     assert caught.value.where == Path("folder/tokenizer_config.json")
 
 
@@ -60,7 +60,7 @@ def test_it_is_stopped_in_other_threads_too_and_the_next_conversation_works() ->
 
     def render(content: str) -> str:
         try:
-            return chat.render([{"role": "user", "content": content}], {})
+            return chat.render([{"role": "user", "content": content}])
         except TokenizerError as error:
             return error.what
 
@@ -76,7 +76,7 @@ def test_a_large_conversation_renders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendering, "MAX_CPU_SECONDS", MAX_CPU_SECONDS)
     chat = template(SIMPLE)
     messages = [{"role": "user", "content": f"{i} é你👧\u2028\"\\\n" * (50_000 if i == 7 else 500)} for i in range(100)]
-    assert chat.render(messages, {}) == "".join(f"<|user|>{m['content']}\n" for m in messages)
+    assert chat.render(messages) == "".join(f"<|user|>{m['content']}\n" for m in messages)
 
 
 def test_a_process_serves_many_conversations() -> None:
@@ -137,15 +137,15 @@ def test_ctrl_c_does_not_reach_the_process() -> None:
 def test_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guarded.sys, "executable", "/no/such/python")
     with pytest.raises(TokenizerError, match=r"cannot be started: .*No such file"):
-        template(SIMPLE).render(CHAT, {})
+        template(SIMPLE).render(CHAT)
 
 
 def test_the_error_says_what_the_template_said_without_escape_sequences() -> None:
     with pytest.raises(TokenizerError, match=r"TemplateError: \\x1b\[31mno\\n") as caught:
-        template("{{ raise_exception('\x1b[31mno\n' ~ messages[0].content) }}").render(CHAT, {})
+        template("{{ raise_exception('\x1b[31mno\n' ~ messages[0].content) }}").render(CHAT)
     assert str(caught.value).isprintable()
     with pytest.raises(TokenizerError) as caught:
-        template("{{ raise_exception('a' * 10 ** 6) }}").render(CHAT, {})
+        template("{{ raise_exception('a' * 10 ** 6) }}").render(CHAT)
     assert len(str(caught.value)) < 1000
 
 
@@ -205,4 +205,4 @@ def test_deep_arguments_are_rendered_or_refused(depth: int) -> None:
     messages = [*CHAT, {"role": "assistant", "content": "", "tool_calls": [call]}]
     for variables, conversation in (({}, messages), ({"x": deep}, CHAT)):
         with contextlib.suppress(MinirtError):
-            chat.render(conversation, {}, variables=variables)
+            chat.render(conversation, variables=variables)

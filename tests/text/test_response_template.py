@@ -13,7 +13,7 @@ from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS
 from transformers.utils.chat_parsing import parse_response
 
 from minirt.errors import UnsupportedError
-from minirt.text.anchors import Anchor, AnchorSearch, Found
+from minirt.text.anchors import Anchor, AnchorSearch, Match
 from minirt.text.reply import ArgumentsDelta, ContentDelta, ReasoningDelta, collect
 from minirt.text.response_template import ResponseTemplate, ResponseTemplateParser
 from minirt.text.tools import read_tools
@@ -252,7 +252,7 @@ def test_matches_and_groups_of_re():
             continue
         text = "".join(source.choice("ab1 \n") for _ in range(source.randrange(9)))
         match = expression.search(text)
-        expected = match and Found(match.start(), match.end(), {k: v for k, v in match.groupdict().items() if v is not None})
+        expected = match and Match(match.start(), match.end(), {k: v for k, v in match.groupdict().items() if v is not None})
         assert AnchorSearch(anchor).next(text, 0, 0, True)[0] == expected, (rule, text)
         for end in range(len(text)):
             early, kept = AnchorSearch(anchor).next(text[:end], 0, 0, False)
@@ -268,10 +268,10 @@ def test_matches_and_groups_of_re():
 def test_literals_of_which_one_begins_another():
     anchor = Anchor(["<a", "<a>b", "c"])
     assert AnchorSearch(anchor).next("x<a", 0, 0, False) == (None, 1)
-    assert AnchorSearch(anchor).next("x<a", 0, 0, True) == (Found(1, 3, {}), 3)
-    assert AnchorSearch(anchor).next("x<a>b", 0, 0, False)[0] == Found(1, 5, {})
-    assert AnchorSearch(anchor).next("x<a>c", 0, 0, False)[0] == Found(1, 3, {})
-    assert AnchorSearch(anchor).next("xc<", 0, 0, False)[0] == Found(1, 2, {})
+    assert AnchorSearch(anchor).next("x<a", 0, 0, True) == (Match(1, 3, {}), 3)
+    assert AnchorSearch(anchor).next("x<a>b", 0, 0, False)[0] == Match(1, 5, {})
+    assert AnchorSearch(anchor).next("x<a>c", 0, 0, False)[0] == Match(1, 3, {})
+    assert AnchorSearch(anchor).next("xc<", 0, 0, False)[0] == Match(1, 2, {})
 
 
 @pytest.mark.parametrize("rule", ["(a|a)+$x", "(a+)+x", ".*.*.*.*x", "(?:a|aa|aaa)+x", r"\s*\s*\s*\s*x"])

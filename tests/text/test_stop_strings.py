@@ -30,8 +30,8 @@ def stop_at_once(stops: list[str], text: str, passed: int = 0, include: bool = F
 def run_stops(stops: list[str], pieces: Iterable[str]) -> tuple[str, str | None]:
     matcher = StopStrings(stops)
     results = [matcher.push(piece) for piece in pieces]
-    assert any(found for _, found in results) == (matcher.found is not None)
-    return "".join(text for text, _ in results) + matcher.flush(), matcher.found
+    assert any(found for _, found in results) == (matcher.match is not None)
+    return "".join(text for text, _ in results) + matcher.flush(), matcher.match
 
 
 @settings(max_examples=500, deadline=None)
@@ -61,8 +61,8 @@ def test_the_first_pieces_may_be_unchecked_and_the_stop_included(
         new, found = matcher.push(piece, i >= unchecked)
         text += new
     text += matcher.flush()
-    assert found == (matcher.found is not None)
-    assert (text, matcher.found) == stop_at_once(stops, "".join(pieces), len("".join(pieces[:unchecked])), include)
+    assert found == (matcher.match is not None)
+    assert (text, matcher.match) == stop_at_once(stops, "".join(pieces), len("".join(pieces[:unchecked])), include)
 
 
 @settings(max_examples=200, deadline=None)

@@ -137,9 +137,9 @@ def test_each_template_gets_the_form_that_it_takes(name: str) -> None:
     """Catches one form for all templates: arguments as objects where texts are joined, "" where a call has null, long ids,
     results without names, texts where parts are read, reasoning under another name, and an empty list of tool calls."""
     template, form = STYLES[name]
-    sent, own = chat(), ChatTemplate(Path("f"), {"chat_template": template})
+    sent, own = chat(), ChatTemplate(Path("f"), {"chat_template": template}, SPECIAL)
     before = copy.deepcopy(sent)
-    text = own.render(sent, SPECIAL, tools=TOOLS)
+    text = own.render(sent, tools=TOOLS)
     if "Mistral" in name:
         (short,) = {part.partition("]")[0] for part in text.split("[")[-1:]}
         assert len(short) == 9
@@ -154,13 +154,13 @@ def test_each_template_gets_the_form_that_it_takes(name: str) -> None:
 
 def test_ids_of_the_right_length_stay_and_others_differ() -> None:
     """Catches two calls that get one id, and a change of ids that the template takes."""
-    own = ChatTemplate(Path("f"), {"chat_template": STYLES["Mistral: ids of 9 characters"][0]})
+    own = ChatTemplate(Path("f"), {"chat_template": STYLES["Mistral: ids of 9 characters"][0]}, SPECIAL)
 
     def rendered(*ids: str) -> str:
         function = {"name": "rain", "arguments": "{}"}
         calls = [{"id": text, "type": "function", "function": function} for text in ids]
         results = [{"role": "tool", "tool_call_id": text, "content": "no"} for text in ids]
-        return own.render([{"role": "user", "content": "Rain?"}, {"role": "assistant", "tool_calls": calls}, *results], SPECIAL)
+        return own.render([{"role": "user", "content": "Rain?"}, {"role": "assistant", "tool_calls": calls}, *results])
 
     assert rendered("abcDEF123").count("abcDEF123") == 2
     text = rendered("functions.rain:0", "functions.rain:1")
@@ -171,15 +171,15 @@ def test_ids_of_the_right_length_stay_and_others_differ() -> None:
 
 def test_continuing_a_message_of_parts_and_a_call() -> None:
     """Catches a mark that is added to a list or to null."""
-    parts = ChatTemplate(Path("f"), {"chat_template": STYLES["SmolVLM: parts"][0]})
+    parts = ChatTemplate(Path("f"), {"chat_template": STYLES["SmolVLM: parts"][0]}, SPECIAL)
     options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
     messages = [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": "No, "}]
-    assert parts.render(messages, SPECIAL, **options) == "<s><user>Rain?<assistant>No, "
-    thinks = ChatTemplate(Path("f"), {"chat_template": STYLES["Ministral 3: reasoning is a part of the content"][0]})
+    assert parts.render(messages, **options) == "<s><user>Rain?<assistant>No, "
+    thinks = ChatTemplate(Path("f"), {"chat_template": STYLES["Ministral 3: reasoning is a part of the content"][0]}, SPECIAL)
     messages[1]["reasoning"] = "Hm."
-    assert thinks.render(messages, SPECIAL, **options) == "<s><user>Rain?[THINK]Hm.[/THINK]No, "
-    null = ChatTemplate(Path("f"), {"chat_template": STYLES["Functionary: an empty block before a call"][0]})
-    assert null.render(chat()[:3], SPECIAL, **options) == "<s><system>Be brief.<user>Rain?<all>"
+    assert thinks.render(messages, **options) == "<s><user>Rain?[THINK]Hm.[/THINK]No, "
+    null = ChatTemplate(Path("f"), {"chat_template": STYLES["Functionary: an empty block before a call"][0]}, SPECIAL)
+    assert null.render(chat()[:3], **options) == "<s><system>Be brief.<user>Rain?<all>"
 
 
 def test_a_template_is_asked_once_and_not_often(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,10 +187,10 @@ def test_a_template_is_asked_once_and_not_often(monkeypatch: pytest.MonkeyPatch)
     count, render = [], Renderer.render
     monkeypatch.setattr(Renderer, "render", lambda own, names: count.append(1) or render(own, names))
     shows_nothing = loop("{% if m.tool_calls %}{{ m.reasoning_content }}{{ m.reasoning }}{{ m.thought }}{% endif %}")
-    own = ChatTemplate(Path("f"), {"chat_template": shows_nothing})
+    own = ChatTemplate(Path("f"), {"chat_template": shows_nothing}, SPECIAL)
     for _ in range(3):
-        own.render(chat(), SPECIAL)
-    assert own.end_of_turn(SPECIAL, {"<x>"}) is None
+        own.render(chat())
+    assert own.end_of_turn({"<x>"}) is None
     assert len(count) <= 3 + 30
 
 
@@ -202,29 +202,29 @@ def test_a_probe_that_takes_too_long_is_told(change: str, monkeypatch: pytest.Mo
         slow = loop("{{ m.content }}")
     else:  # all texts but that of the user
         slow = "{% if 'user-' in messages[0].content %}{{ 'a' * 10 ** 10 }}{% endif %}" + loop("{{ m.content }}")
-    own = ChatTemplate(Path("f"), {"chat_template": slow})
+    own = ChatTemplate(Path("f"), {"chat_template": slow}, SPECIAL)
     with pytest.warns(UserWarning, match="is not known which form of messages it takes") as seen:
-        assert own.end_of_turn(SPECIAL, {"</s>"}) is None
+        assert own.end_of_turn({"</s>"}) is None
     assert len(seen) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert own.render([{"role": "user", "content": "Hi"}], SPECIAL) == "<s><user>Hi<assistant>"
+        assert own.render([{"role": "user", "content": "Hi"}]) == "<s><user>Hi<assistant>"
 
 
 def test_a_template_that_leaves_system_messages_out() -> None:
     """Catches a system message that the model never gets, without a word; one that is a template's error is that error."""
     user, system = {"role": "user", "content": "Hi"}, {"role": "system", "content": "Be brief."}
     silent = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
-    own = ChatTemplate(Path("f"), {"chat_template": silent})
+    own = ChatTemplate(Path("f"), {"chat_template": silent}, SPECIAL)
     with pytest.warns(UserWarning, match="leaves out: content of system at the beginning"):
-        assert own.render([system, user], {}) == "Hi"
+        assert own.render([system, user]) == "Hi"
     refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + silent
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert own.render([user], {}) == "Hi"
+        assert own.render([user]) == "Hi"
         with pytest.raises(TokenizerError, match="no system"):
-            ChatTemplate(Path("f"), {"chat_template": refuses}).render([system, user], {})
-        assert "Be brief." in ChatTemplate(Path("f"), {"chat_template": loop("")}).render([system, user], {})
+            ChatTemplate(Path("f"), {"chat_template": refuses}, SPECIAL).render([system, user])
+        assert "Be brief." in ChatTemplate(Path("f"), {"chat_template": loop("")}, SPECIAL).render([system, user])
 
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -273,5 +273,5 @@ def test_the_token_at_the_end_of_an_answer(name: str) -> None:
     """Catches a token that opens a turn, that ends only the last message, or that ends a part of an answer: with it as an end,
     answers would be cut off."""
     template, expected = ENDS[name]
-    assert ChatTemplate(Path("f"), {"chat_template": template}).end_of_turn(SPECIAL, TOKENS) == expected
-    assert ChatTemplate(Path("f"), {"chat_template": template}).end_of_turn(SPECIAL, ()) is None
+    assert ChatTemplate(Path("f"), {"chat_template": template}, SPECIAL).end_of_turn(TOKENS) == expected
+    assert ChatTemplate(Path("f"), {"chat_template": template}, SPECIAL).end_of_turn(()) is None

@@ -221,11 +221,11 @@ def test_json_as_python_reads_it():
 
 
 def test_control_characters_in_strings_are_escaped():
-    assert escaped(' {"a\n": "b\t\x00\\n"}\n') == '{"a\\u000a": "b\\u0009\\u0000\\n"}'
+    assert escaped(' {"a\n": "b\t\x00\\n"}\n') == '{"a\\n": "b\\t\\u0000\\n"}'
     assert json.loads(escaped('{"a": "x\ny"}')) == {"a": "x\ny"}
     for text in ("", "5", "{} {}", "{", "[1,]", "nope"):
         assert escaped(text) is None
-    assert completed('{"a": "x\ny", "b": "') == '{"a": "x\\u000ay"}'
+    assert completed('{"a": "x\ny", "b": "') == '{"a": "x\\ny"}'
     assert not accepts("[" * 201 + "]" * 201)
     assert accepts("[" * 200 + "]" * 200)
     assert not accepts("[" + "1" * 501 + "]")
