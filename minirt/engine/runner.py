@@ -23,16 +23,16 @@ from minirt.engine.draft_lengths import draft_sizes
 from minirt.engine.limits import EngineLimits, max_splits
 from minirt.engine.logprobs import TokenLogprobs, unpack
 from minirt.engine.prompt_time import PromptTime
-from minirt.engine.sampler import SamplingBatch, sample
+from minirt.engine.sampler import sample
 from minirt.engine.sampling_stages import SamplingStages, ScoredRows
 from minirt.engine.step_buffers import StepBuffers
-from minirt.engine.warmup import largest_steps, sampling_kinds, warm_up_steps
+from minirt.engine.warmup import largest_steps, warm_up_steps
 from minirt.errors import UnsupportedError
 from minirt.kernels.attention.limits import KV_SPLIT
+from minirt.kernels.sampling.batch import SamplingBatch
 from minirt.kernels.step.table import FINAL_LEN, NEXT_TOKENS, NUM_NEXT, PROMPT_LEN, Columns, Rows, StepTensors
 from minirt.modeling.model import Model
 from minirt.progress import COMPILING
-from minirt.sampling_params import SamplingParams, resolve
 from minirt.step.batch import Batch, Chunk
 from minirt.step.kv_cache import KVCache
 from minirt.step.plan import NO_COPIES, Copies, Edit, PlannedSequences, StepPlan
@@ -109,6 +109,7 @@ class _Forward(NamedTuple):
 
     plan: StepPlan
     tensors: StepTensors
+    settings: SamplingBatch  # of its draws
     logits: Tensor  # [R, V]
     row_maxima: Tensor | None
     batch: Batch
@@ -224,7 +225,7 @@ class Runner:
             return self._draw(forward)
 
     def _draw(self, forward: _Forward) -> Step:
-        plan, tensors, logits, row_maxima, batch, bucket, committed = forward
+        plan, tensors, settings, logits, row_maxima, batch, bucket, committed = forward
         scored = list[ScoredRows]()
         if plan.scored:
             scored = self._stages.score(logits, plan)
@@ -232,10 +233,10 @@ class Runner:
         packed, drawn = None, tensors.draw_rows  # no token, if there are no draws
         if not committed:
             if plan.num_draws:
-                drawn, packed = self._stages.draw(logits, row_maxima, tensors, plan, self._buffers.drafts)
+                drawn, packed = self._stages.draw(logits, row_maxima, tensors, settings, plan, self._buffers.drafts)
             self._buffers.commit(tensors, drawn)
         if plan.sampling.any_rules:
-            self._stages.record(drawn, tensors)
+            self._stages.record(drawn, tensors, settings)
         if self._proposer is not None:
             self._propose(self._proposer, plan, batch, bucket)
             if self._limits.max_drafts:
@@ -289,7 +290,8 @@ class Runner:
             logits = self._model(batch, self._cache)
         maxima = None if batch.row_maxima is None else batch.row_maxima.values[:rows]
         drawing = self._buffers.tensors(0, len(plan.sequences), 0, plan.num_draws)  # without the padding of a CUDA graph
-        return _Forward(plan, drawing, logits[:rows], maxima, batch, bucket, greedy)
+        settings = self._buffers.settings(plan.num_draws)
+        return _Forward(plan, drawing, settings, logits[:rows], maxima, batch, bucket, greedy)
 
     def _eager(self, plan: StepPlan, *, settings: bool = True) -> Batch:
         """The batch of a step without a CUDA graph.
@@ -417,7 +419,7 @@ class Runner:
             tiles = {self._model.row_maxima_tiles(bucket.num_logits) for bucket in buckets}
             for maxima in (self._buffers.row_maxima_of(1, count) for count in tiles):
                 if maxima is not None:
-                    self._sample(SamplingParams(temperature=0.0), maxima.values)
+                    self._sample(SamplingBatch.variants(self._device)[0], maxima.values)
             torch.cuda.synchronize(self._device)
             self._reserve(self._model)
             with suppress(torch.OutOfMemoryError):
@@ -439,8 +441,8 @@ class Runner:
             self._run_dry(model, chunks)
         for bucket in [Bucket(1), Bucket(1, 1)] if self._graphs is None else self._buckets.all():
             self._dry_run(bucket)
-        for params in sampling_kinds():
-            self._sample(params)
+        for settings in SamplingBatch.variants(self._device):
+            self._sample(settings)
         self._stages.compile()
         if self._cache.num_snapshots:
             self._cache.copy(Copies(((0, 0),), ((0, 0),)))
@@ -541,9 +543,9 @@ class Runner:
         edits += [Edit(slot, NEXT_TOKENS, row) for slot, row in enumerate(tokens)]
         return StepPlan(PlannedSequences.of((slot, -1, count, count, count, count) for slot in range(seqs)), edits=tuple(edits))
 
-    def _sample(self, params: SamplingParams, row_maxima: Tensor | None = None) -> None:
+    def _sample(self, settings: SamplingBatch, row_maxima: Tensor | None = None) -> None:
         logits = torch.zeros(1, self._vocab_size, dtype=torch.float32, device=self._device)
-        sample(logits, SamplingBatch.build([(resolve(params, None), 0)], self._device), row_maxima=row_maxima)
+        sample(logits, settings, row_maxima=row_maxima)
 
 
 def _buckets(model: ModelLike, limits: EngineLimits) -> Buckets:

@@ -12,6 +12,7 @@ from minirt.device import is_nvidia
 from minirt.engine.cpu_gpu_buffer import CpuGpuBuffer
 from minirt.engine.limits import EngineLimits
 from minirt.kernels.attention.limits import KV_SPLIT
+from minirt.kernels.sampling.batch import DTYPES, SamplingBatch
 from minirt.kernels.step import table as eager
 from minirt.kernels.step.table import MAX_SNAPSHOTS, NEXT_TOKENS, Columns, Rows, StepTensors
 from minirt.step.kv_cache import KVCache
@@ -24,18 +25,13 @@ _MOST_VIEWS = 512
 _SIZED = [StepTensors._fields.index(name) for name in ("tokens", "seq_lens", "logits_indices", "draw_rows")]
 _NUM_ROWS = 5  # of `Rows`, beside the tokens
 _HEAD = 4  # words of a message before them: number of edits, whether logits are needed, whether `commit_greedy` is
-_DTYPES = [  # of `StepTensors`
-    torch.float32 if name in ("temperature", "top_p", "min_p")
-    else torch.int64 if name in ("tokens", "positions", "slots", "logits_indices", "draw_rows", "seed", "step")
-    else torch.int32
-    for name in StepTensors._fields
-]  # fmt: skip
+_INT64 = "tokens", "positions", "slots", "logits_indices", "draw_rows"  # of `StepTensors`; the others are int32
 T = TypeVar("T")
 
 
 def _sizes(tokens: int, seqs: int, logits: int, draws: int) -> tuple[int, ...]:
     """The first dimensions of `StepTensors`, except for the block tables."""
-    return (tokens,) * 3 + (seqs + 1, seqs, seqs + 1, seqs, seqs, 0, logits, *((draws,) * 10))
+    return (tokens,) * 3 + (seqs + 1, seqs, seqs + 1, seqs, seqs, 0, logits, *((draws,) * 4))
 
 
 def _kept(make: Callable[..., T]) -> Callable[..., T]:
@@ -98,7 +94,9 @@ class StepBuffers:
         drafts = self.table[:, NEXT_TOKENS + 1 : NEXT_TOKENS + 1 + limits.max_drafts]
         self.drafts = drafts if limits.max_drafts else None
         sizes = _sizes(max_tokens, max_seqs, max(limits.max_logits_rows, logits_rows), max_draws)
-        step = StepTensors(*(torch.zeros(n, dtype=d, device=device) for n, d in zip(sizes, _DTYPES, strict=True)))
+        dtypes = [torch.int64 if name in _INT64 else torch.int32 for name in StepTensors._fields]
+        step = StepTensors(*(torch.zeros(n, dtype=d, device=device) for n, d in zip(sizes, dtypes, strict=True)))
+        self._settings = SamplingBatch(*(torch.zeros(max_draws, dtype=dtype, device=device) for dtype in DTYPES))
         tables = torch.zeros(self.columns.groups, max_seqs, self.columns.pages, dtype=torch.int32, device=device)
         snapshots = self._message.device[self._snapshots_at : self._edits_at].view(-1, MAX_SNAPSHOTS, 2)
         self._step = step._replace(block_tables=tables, snapshots=snapshots)
@@ -165,28 +163,39 @@ class StepBuffers:
         return StepTensors(*parts)._replace(block_tables=tables)
 
     @_kept
+    def settings(self, draws: int) -> SamplingBatch:
+        """The settings of a step's draws."""
+        return self._settings.part(slice(draws))
+
+    @_kept
     def _row_arrays(self, seqs: int) -> tuple[Any, Rows]:
         return self._message.device.numpy(), eager.arrays(self.rows(seqs))
 
     @_kept
     def _arrays_of(self, tokens: int, seqs: int, logits: int, draws: int) -> Any:
-        return eager.arrays(self.tensors(tokens, seqs, logits, draws))
+        return eager.arrays(self.tensors(tokens, seqs, logits, draws)), eager.arrays(self.settings(draws))
 
     def prepare(self, step: StepTensors, *, one_token: bool, settings: bool = True) -> None:
-        """Apply the message's edits to the table, and derive the input of the step. `one_token`, `settings`: as in `derive`."""
+        """Apply the message's edits to the table, and derive the input of the step.
+
+        Args:
+            one_token: as in `derive`.
+            settings: whether what the step has for each draw is needed.
+        """
         seqs, sizes = len(step.seq_lens), (self._page_size, KV_SPLIT)
         if (kernels := self._kernels) is not None:
             message = self._message.device
             edits = message[self._edits_at : self._tokens_at].view(-1, 4)
             kernels.edit_table(self.table, edits, message, message[:1])
-            kernels.derive(self.table, self.columns, self.rows(seqs), step, *sizes, one_token=one_token)
+            draws = self.settings(len(step.draw_rows))
+            kernels.derive(self.table, self.columns, self.rows(seqs), step, draws, *sizes, one_token=one_token)
         else:
             words, rows = self._row_arrays(seqs)
             if words[0]:
                 edits = words[self._edits_at : self._edits_at + 4 * words[0]].reshape(-1, 4)
                 eager.edit_table(self.table, edits, words)
-            arrays = self._arrays_of(*(len(step[i]) for i in _SIZED))
-            eager.derive(self.table, self.columns, rows, arrays, *sizes, one_token=one_token, settings=settings)
+            to, of_draws = self._arrays_of(*(len(step[i]) for i in _SIZED))
+            eager.derive(self.table, self.columns, rows, to, of_draws if settings else None, *sizes, one_token=one_token)
 
     def commit(self, step: StepTensors, drawn: Tensor) -> Tensor:
         """Write the drawn tokens [Q] into the table. Returns the result [B, 2 + drafts] on the device; see `eager.commit`."""

@@ -133,16 +133,14 @@ class Sampling(NamedTuple):
     """What the draws of a step need. Stages that no row uses are not launched.
 
     Args:
-        all_greedy, any_top_k, any_top_p, any_min_p: as in `SamplingBatch`.
+        all_greedy, filters: whether no draw has a temperature; the filters that a draw uses (`SamplingBatch`).
         any_rules, any_bias, any_ban: whether a sequence has rules for its logits; biases; forbidden tokens.
         masked: masks of the draws follow, see `Runner.draw`.
         logprobs: for each draw, the number of most probable tokens to list, −1 for no log-probabilities. Empty: no request asks.
     """
 
     all_greedy: bool = True
-    any_top_k: bool = False
-    any_top_p: bool = False
-    any_min_p: bool = False
+    filters: tuple[str, ...] = ()
     any_rules: bool = False
     any_bias: bool = False
     any_ban: bool = False

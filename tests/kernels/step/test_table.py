@@ -244,12 +244,13 @@ def test_steps_give_what_a_model_of_sequences_gives(seed, columns, page_size, ga
         step_rows = rows_of((rows, given + [3] * rng.randrange(3)))
         used = [(len(own), row[3], row[4]) for row, (own, _) in zip(rows, new, strict=True) if row[0] >= 0]
         sizes = [sum(n) + rng.randrange(4) for n in zip(*used, strict=True)] if used else [1, 2, 1]
-        out = garbage(columns, len(rows), max(sizes[0], 1), *sizes[1:])
+        out, settings = garbage(columns, len(rows), max(sizes[0], 1), *sizes[1:])
         sizes[0] = max(sizes[0], 1)
         expected = model.expected(chosen, rows, new, sizes, out.block_tables)
-        derive(model.table, columns, step_rows, out, page_size, KV_SPLIT, one_token=False)
+        derive(model.table, columns, step_rows, out, settings, page_size, KV_SPLIT, one_token=False)
+        written = out._asdict() | settings._asdict()
         for name, value in expected.items():
-            assert getattr(out, name).tolist() == value, name
+            assert written[name].tolist() == value, name
         drawn = torch.tensor(model.draw(chosen, rows, new) + [5] * (sizes[2] - sum(n for *_, n in used)), dtype=torch.int64)
         result = torch.full((len(rows), 2 + columns.drafts), -77, dtype=torch.int32)
         commit(model.table, columns, step_rows, out.seq_lens, drawn, result)
@@ -282,8 +283,8 @@ def test_one_token_each(garbage):
     table[:, words.NEXT_TOKENS : words.NEXT_TOKENS + 2] = torch.tensor([[11, 88], [22, 88], [33, 88]])
     table[:, columns.page_tables : columns.page_tables + 3] = torch.tensor([[10, 11, 12], [20, 21, 22], [30, 31, 32]])
     rows = rows_of(([(1, -1, 1, 1, 1), (-1, -1, 1, 1, 1), (2, -1, 1, 1, 1), (0, 4, 1, 1, 1)], [44]))
-    out = garbage(columns, 4, 5, 4, 4)
-    derive(table, columns, rows, out, 4, 8, one_token=True)
+    out, settings = garbage(columns, 4, 5, 4, 4)
+    derive(table, columns, rows, out, settings, 4, 8, one_token=True)
     assert out.tokens.tolist() == [22, 0, 33, 44, 0]
     assert out.positions.tolist() == [8, 0, 4, 4, 0]
     assert out.slots.tolist() == [88, -1, 124, 44, -1]
@@ -293,4 +294,4 @@ def test_one_token_each(garbage):
     assert out.block_tables.tolist() == [[[20, 21, 22], [-77] * 3, [30, 31, -77], [10, 11, -77]]]
     assert out.logits_indices.tolist() == [0, 2, 3, 3]
     assert out.draw_slots.tolist() == [-1, 2, 0, -1]
-    assert out.step.tolist() == [6, 4, 3, 0]
+    assert settings.step.tolist() == [6, 4, 3, 0]
