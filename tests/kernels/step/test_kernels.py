@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 
+from minirt.kernels.sampling.batch import COLUMNS
 from minirt.kernels.step import kernels, table
 from minirt.kernels.step.table import Columns, Rows, StepTensors
 
@@ -22,7 +23,8 @@ def problem(seed, B, columns, page_size, *, one_token=False, padding=0.3, most=9
     S, longest = B + 3, columns.pages * page_size
     words = torch.randint(-(1 << 31), 1 << 31, (S, columns.words), generator=torch.Generator().manual_seed(seed)).int()
     head = words[:, : table.NEXT_TOKENS]
-    head[:, table.TEMPERATURE :][:, :4] = torch.rand(S, 4, generator=torch.Generator().manual_seed(seed)).view(torch.int32)
+    settings = torch.rand(S, len(COLUMNS), generator=torch.Generator().manual_seed(seed))
+    head[:, table.TEMPERATURE :][:, : len(COLUMNS)] = settings.view(torch.int32)
     words[:, table.NEXT_TOKENS : table.NEXT_TOKENS + 1 + columns.drafts] &= 0x3FF
     words[::3, table.NEXT_TOKENS + 1 : table.NEXT_TOKENS + min(2, 1 + columns.drafts)] = -1  # a draft that is no token
     rows, tokens, slots = [], 0, rng.sample(range(S), S)
