@@ -80,7 +80,7 @@ def read_json(path: Path, *, limit: int, error: type[MinirtError]) -> dict[str, 
     return parse_json(read_text(path, limit=limit, error=error), path, error=error)
 
 
-def parse_json(text: str, path: Path, *, error: type[MinirtError]) -> dict[str, Any]:
+def parse_json(text: str, path: Path | str, *, error: type[MinirtError], hint: str = _HINT) -> dict[str, Any]:
     """The JSON object in `text`, the content of the file `path`. A key that an object repeats is an error at any depth."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def parse_json(text: str, path: Path, *, error: type[MinirtError]) -> dict[str, 
         if len(value) != len(pairs):
             seen: set[str] = set()
             twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise error("a key is repeated, and its values may differ", where=path, found=repr(twice)[:80], hint=_HINT)
+            raise error("a key is repeated, and its values may differ", where=path, found=repr(twice)[:80], hint=hint)
         return value
 
     try:
@@ -97,9 +97,9 @@ def parse_json(text: str, path: Path, *, error: type[MinirtError]) -> dict[str, 
         raise
     except (ValueError, RecursionError) as cause:
         what = "nested too deeply" if isinstance(cause, RecursionError) else cause
-        raise error(f"is not readable JSON: {what}", where=path, hint=_HINT) from cause
+        raise error(f"is not readable JSON: {what}", where=path, hint=hint) from cause
     if not isinstance(value, dict):
-        raise error("is not a JSON object", where=path, found=type(value).__name__, hint=_HINT)
+        raise error("is not a JSON object", where=path, found=type(value).__name__, hint=hint)
     return value
 
 

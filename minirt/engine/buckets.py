@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from minirt.engine.draft_lengths import draft_sizes
 from minirt.engine.limits import EngineLimits
 from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.kernels.regimes import Axis, next_end, operations
@@ -67,6 +66,11 @@ def token_bucket(count: int) -> int:
     step = 128 if count <= MAX_PROMPT_TOKENS else 256
     size = max(16, 1 << (count - 1).bit_length()) if count <= 128 else -(-count // step) * step
     return size if count <= 16 else min(size, _regime_end(count, size, "tokens"))
+
+
+def draft_sizes(most: int) -> list[int]:
+    """The numbers of drafts, beside 0, that a step verifies: powers of two, and the most."""
+    return sorted({min(1 << i, most) for i in range(most.bit_length())} | ({most} if most else set()))
 
 
 def max_prompt_tokens(flops: float) -> int:

@@ -1,7 +1,7 @@
 """`Collector`: appends the tokens of a step to its sequences, and makes the outputs for callers.
 
 What is the same for all running sequences is done on the arrays of `HostSlots`. Python handles a sequence by itself when it ends,
-was preempted, or has a reader, a constraint or log-probabilities.
+or has a reader, a constraint or log-probabilities. The tokens of a sequence that was preempted since are drawn again later.
 """
 
 import time
@@ -58,8 +58,7 @@ class Collector:
         if self._drafts is not None and result.proposed is not None:
             self._drafts.read(drawing, draws, counts, tokens, result.proposed[rows])
         outputs = self._scores(result, work) if result.scored else []
-        now = time.perf_counter()
-        taken, reasons = slots.extend(drawing, counts, tokens, now)
+        taken, reasons = slots.extend(drawing, counts, tokens, time.perf_counter())
         self.num_generated += sum(taken.tolist())
         told = (slots.watched[drawing] | (reasons != Reason.RUNS)).nonzero()[0]
         if len(told):
@@ -68,9 +67,6 @@ class Collector:
             for slot, row, count, reason, new in zip(*[column.tolist() for column in columns], strict=True):
                 if (sequence := slots.sequences[slot]) is not None:
                     outputs += self._tell(sequence, new[:count], reason, result, work, row)
-        if len(rows) < len(planned):
-            for row in (~same & (planned.num_draws > 0)).nonzero()[0].tolist():
-                outputs += self._preempted(result, work, row, now)
         if deliver is not None and outputs:  # a thread that waits for them takes as long to wake up as the rest takes here
             deliver(outputs)
         self._scheduler.read(drawing, draws)
@@ -133,16 +129,3 @@ class Collector:
             request.id, tuple(tokens), _FINISH_REASONS[reason], None, sequence.num_cached, logprobs, prompt_logprobs,
             queue_time_s, None, times, drafted, accepted,
         )]  # fmt: skip
-
-    def _preempted(self, result: StepResult, work: Work, row: int, now: float) -> list[TokenOutput]:
-        """The tokens of a sequence that was preempted after the step had started. It goes on with them later."""
-        sequence = self._scheduler.away(int(work.planned.slots[row]), int(work.epochs[row]))
-        if sequence is None or self._requests.get(sequence.id) is not sequence:
-            return []
-        tokens = result.tokens[row, : result.counts[row]].tolist()
-        sequence.drafted = sequence.drafted[0] + len(tokens) - 1, sequence.drafted[1] + len(tokens) - 1
-        count, reason = sequence.append(tokens, now)
-        self.num_generated += count
-        if not sequence.watched and reason == Reason.RUNS:
-            return []
-        return self._tell(sequence, tokens[:count], reason, result, work, row)

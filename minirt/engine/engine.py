@@ -17,8 +17,8 @@ import torch
 from minirt.device import is_out_of_memory, peak_memory
 from minirt.engine.collector import Collector, Deliver
 from minirt.engine.compiling_requests import CompilingRequests
-from minirt.engine.draft_lengths import DraftLengths, OnlineStepTimes
-from minirt.engine.failures import DeviceErrors, out_of_memory, queue_full
+from minirt.engine.draft_lengths import DraftLengths
+from minirt.engine.failures import DeviceErrors
 from minirt.engine.limits import EngineLimits
 from minirt.engine.planning import plan_step
 from minirt.engine.prefix_cache import PrefixCacheStats
@@ -28,8 +28,9 @@ from minirt.engine.runner import ModelLike, ProgressCallback, Proposer, Runner, 
 from minirt.engine.sampling_stages import StepOutOfMemory
 from minirt.engine.scheduler import Scheduler, Work
 from minirt.engine.sequence import Sequence
+from minirt.engine.step_times import OnlineStepTimes
 from minirt.engine.token_constraints import ConstrainedRows, TokenConstraints
-from minirt.errors import ContextLengthError, MinirtError, UnsupportedError
+from minirt.errors import ContextLengthError, MinirtError, OutOfMemoryError, QueueFullError, UnsupportedError
 from minirt.step.kv_cache import KVCache
 
 
@@ -205,7 +206,11 @@ class Engine:
         with self._device_errors:
             outputs = self._add_compiled() if self._compiling.any_done else []
             work = self._scheduler.schedule()
-            outputs += [self._fail(sequence.id, queue_full(self.limits.max_waiting)) for sequence in self._scheduler.refused()]
+            for sequence in self._scheduler.refused():
+                most, hint = self.limits.max_waiting, "try again later, or raise --max-waiting"
+                expected, before = f"at most {most}", f"{most} that came before"
+                full = QueueFullError("too many requests wait", expected=expected, found=before, hint=hint)
+                outputs.append(self._fail(sequence.id, full))
             while work is not None and (problem := self._start(work, outputs, deliver)) is not None:
                 tokens, slots = int(work.planned.num_tokens.sum()), work.planned.slots.tolist()
                 place = 0 if problem.slot is None else slots.index(problem.slot)
@@ -213,12 +218,14 @@ class Engine:
                 same = self._scheduler.slots.epochs[slot] == work.epochs[place]  # else it has ended while masks were filled
                 blamed = self._scheduler.slots.sequences[slot] if same else None
                 self._scheduler.failed(work)
-                # Steps in flight hold memory. And a preempted sequence must not run again with a pending token.
-                outputs += self._collect_to(0, deliver)
+                outputs += self._collect_to(0, deliver)  # steps in flight hold memory
                 if tokens == 1 or problem.slot is not None:
                     if blamed is not None and blamed in self._requests.values():
                         what = "a step of one token" if problem.slot is None else "a request's penalties, biases and masks"
-                        outputs.append(self._fail(blamed.id, out_of_memory(what, str(problem))))
+                        hint = "lower --kv-cache-memory or --max-num-seqs, to leave more for activations"
+                        message = str(problem).strip().partition("\n")[0]
+                        error = OutOfMemoryError(f"no memory left for {what}", found=message, hint=hint)
+                        outputs.append(self._fail(blamed.id, error))
                     if problem.slot is None:
                         break
                 else:

@@ -1,4 +1,4 @@
-"""The errors with which an engine ends accepted requests, and `DeviceErrors`, with which it ends itself."""
+"""`DeviceErrors`: the error with which an engine ends itself. `no_token`: why a request has no next token."""
 
 from types import TracebackType
 
@@ -8,7 +8,7 @@ from minirt.device import is_device_failure
 from minirt.engine.logits_processors import unpacked
 from minirt.engine.sequence import Sequence
 from minirt.engine.token_constraints import ConstrainedRows, TokenConstraints
-from minirt.errors import DeviceFailedError, InputError, MinirtError, NumericsError, OutOfMemoryError, QueueFullError
+from minirt.errors import DeviceFailedError, InputError, MinirtError, NumericsError
 
 
 class DeviceErrors:
@@ -53,15 +53,3 @@ def no_token(sequence: Sequence, constraints: TokenConstraints | None, vocab: in
     hint = "a grammar needs an end-of-sequence token, too" if grammar else None
     expected = f"a token that fits {' and '.join(names)}"
     return InputError("no token is left to draw", where=names[-1], expected=expected, found=f"none for {place}", hint=hint)
-
-
-def queue_full(most: int | None) -> QueueFullError:
-    """The queue of waiting requests is full."""
-    expected, hint = f"at most {most}", "try again later, or raise --max-waiting"
-    return QueueFullError("too many requests wait", expected=expected, found=f"{most} that came before", hint=hint)
-
-
-def out_of_memory(what: str, problem: str) -> OutOfMemoryError:
-    """No memory for `what`. `problem`: the allocator's message."""
-    hint = "lower --kv-cache-memory or --max-num-seqs, to leave more for activations"
-    return OutOfMemoryError(f"no memory left for {what}", found=problem.strip().partition("\n")[0], hint=hint)

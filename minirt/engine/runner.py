@@ -4,8 +4,7 @@ On a GPU nothing here waits: a step is queued behind the previous step, and goes
 The host reads tokens from pinned memory after the event of their copy. On a CPU, a step has ended when `start` returns.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,15 +16,13 @@ import torch
 from torch import Tensor
 
 from minirt.device import is_out_of_memory, on_device
-from minirt.engine.buckets import Bucket, Buckets, batch_bucket, max_prompt_tokens
-from minirt.engine.cuda_graphs import CudaGraphs
-from minirt.engine.draft_lengths import draft_sizes
+from minirt.engine.buckets import Bucket, Buckets, batch_bucket, draft_sizes, max_prompt_tokens
 from minirt.engine.limits import EngineLimits, max_splits
 from minirt.engine.logprobs import TokenLogprobs, unpack
-from minirt.engine.prompt_time import PromptTime
 from minirt.engine.sampler import sample
 from minirt.engine.sampling_stages import SamplingStages, ScoredRows
 from minirt.engine.step_buffers import StepBuffers
+from minirt.engine.step_times import GraphTimes, PromptTime
 from minirt.engine.warmup import largest_steps, warm_up_steps
 from minirt.errors import UnsupportedError
 from minirt.kernels.attention.limits import KV_SPLIT
@@ -92,16 +89,30 @@ class StepResult(NamedTuple):
         return [tokens[:count] for count, tokens in zip(self.counts.tolist(), self.tokens.tolist(), strict=True)]
 
 
-class GraphTimes(NamedTuple):
-    """Seconds of decode steps (`StepTimes`), measured at warm-up."""
+class CudaGraphs:
+    """CUDA graphs by key. They share one memory pool, because they run one after the other."""
 
-    buckets: Buckets
-    measured: dict[Bucket, float]
+    def __init__(self, device: torch.device) -> None:
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None
+        # The stream for captures. PyTorch's default capture stream belongs to the device that captured first.
+        self._stream = torch.cuda.Stream(device)
 
-    def seconds(self, seqs: int, tokens: int) -> float:
-        """Of the CUDA graph for `seqs` sequences with `tokens` tokens together; infinite if there is none."""
-        bucket = self.buckets.drafting(seqs, tokens)
-        return math.inf if bucket is None else self.measured[bucket]
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._graphs
+
+    def capture(self, key: Hashable, work: Callable[[], Any]) -> None:
+        """Capture the kernels that `work` launches. They must have been compiled, and use memory that stays."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use other streams during the capture.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            work()
+        self._pool = self._pool or graph.pool()
+        self._graphs[key] = graph
+
+    def replay(self, key: Hashable) -> None:
+        """Queue a captured graph."""
+        self._graphs[key].replay()
 
 
 class _Forward(NamedTuple):
@@ -552,3 +563,32 @@ def _buckets(model: ModelLike, limits: EngineLimits) -> Buckets:
     flops = [layer.flops(1) for layer in model.layers if layer.residual] if isinstance(model, Model) else []
     return Buckets(limits, max_prompt_tokens(sum(flops) / len(flops))) if flops else Buckets(limits)
 
+
+def measure_step_bytes(model: Model, limits: EngineLimits, *, cuda_graphs: bool) -> int | None:
+    """Bytes that steps need: static buffers, the pool of the CUDA graphs, and the activations of the largest step. None: there is
+    not enough free memory.
+
+    The steps run without launching a kernel, and PyTorch's allocator counts. (vLLM profiles a real forward pass for the same
+    purpose.) Layers without Triton do run, on one KV page.
+
+    Args:
+        model: with weights, on a GPU.
+    """
+    from minirt.kernels.compile.ahead_of_time import without_launches
+
+    device = model.device
+    with on_device(device), without_launches(device):
+        try:
+            before = torch.cuda.memory_allocated(device)
+            cache = KVCache(model.cache_specs, 1, device, model.kv_dtype, num_slots=limits.max_num_seqs)
+            states = torch.cuda.memory_allocated(device) - before
+            runner = Runner(
+                model, cache, device, limits, vocab_size=model.config.vocab_size, cuda_graphs=cuda_graphs
+            )
+            steps = largest_steps(limits)
+            ends = [[chunk.start + len(chunk.tokens) for chunk in chunks] for chunks in steps]
+            model.reserve_splits(max(sum(-(-end // KV_SPLIT) for end in step) for step in ends))
+            needed = runner.dry_run_bytes(steps)
+            return torch.cuda.memory_allocated(device) - before - states + needed
+        except torch.OutOfMemoryError:
+            return None

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from minirt.engine.request import Request, TokenLogprobs
-from minirt.engine.slots import NEVER, HostSlots, accept
+from minirt.engine.slots import NEVER, HostSlots
 from minirt.engine.token_constraints import TokenConstraint
 from minirt.sampling_params import EffectiveSampling
 from minirt.step.plan import NO_TOKENS
@@ -46,8 +46,7 @@ class Sequence:
     blocked_at: int = -1  # `PageAllocator.num_changes` when it did not fit
     num_prefilled: int = 0  # of the first `prefill_len` tokens: those that are cached, or computed by a step that was started
     prefill_len: int = 0  # tokens known at the admission
-    drafted: tuple[int, int] = (0, 0)  # without a slot: drafts that were verified, and that were right
-    unread_steps: int = 0  # without a slot: steps that it was in before it was preempted, whose tokens the host has not read
+    drafted: tuple[int, int] = (0, 0)  # without a slot: `num_drafts`
     # Number of prompt tokens after the first that need no scores, or whose scores are known or in a step. With `logits_only`:
     # number of prompt tokens whose logits are.
     num_scored: int = 0
@@ -131,16 +130,9 @@ class Sequence:
         slots.add_pages(self.slot, pages)
 
     def leave_slot(self) -> None:
-        """Free the slot, and keep what the host knows: it may go on later. Its pages are the caller's to release."""
+        """Free the slot, and keep what the host knows: it may go on later, and draws the tokens again that the host has not read.
+        Its pages are the caller's to release."""
         if self.slots is not None:
             self._tokens, self._times, self.drafted = self.tokens.copy(), self.times.copy(), self.num_drafts
-            self.unread_steps, self.num_prefilled = int(self.slots.steps[self.slot]), 0
             self.slots.release(self.slot)
-            self.slot, self.slots = -1, None
-
-    def append(self, tokens: list[int], now: float) -> tuple[int, int]:
-        """`HostSlots.extend`, for a step that it was in before it was preempted."""
-        count, reason = accept(tokens, len(self._tokens), self.final_len, self.ends)
-        self._tokens = np.concatenate((self._tokens, np.array(tokens[:count], np.int32)))
-        self._times = np.concatenate((self._times, np.full(count, now)))
-        return count, reason
+            self.slot, self.slots, self.num_prefilled = -1, None, 0

@@ -75,11 +75,13 @@ class StepBuffers:
         self, cache: KVCache, limits: EngineLimits, device: torch.device, vocab_size: int, max_seqs: int, max_tokens: int,
         max_draws: int, row_maxima_tiles: int = 0, logits_rows: int = 0,
     ) -> None:  # fmt: skip
-        self._page_size, self._device, self._kernels, self._vocab_size = cache.page_size, device, None, vocab_size
+        self._page_size, self._device, self._vocab_size = cache.page_size, device, vocab_size
+        self._kernels = None
         if is_nvidia(device):
             from minirt.kernels.step import kernels
 
             self._kernels = kernels
+        self._forms: Any = self._kernels or eager
         self._views: dict[tuple[Any, ...], Any] = {}
         history = limits.max_model_len if limits.keeps_history else 0
         self.columns = Columns(limits.max_drafts, 1, cache.pages_for(limits.max_model_len), history)
@@ -197,33 +199,27 @@ class StepBuffers:
             to, of_draws = self._arrays_of(*(len(step[i]) for i in _SIZED))
             eager.derive(self.table, self.columns, rows, to, of_draws if settings else None, *sizes, one_token=one_token)
 
-    def commit(self, step: StepTensors, drawn: Tensor) -> Tensor:
-        """Write the drawn tokens [Q] into the table. Returns the result [B, 2 + drafts] on the device; see `eager.commit`."""
-        seqs = len(step.seq_lens)
-        result = self._result_of(seqs)
-        if self._kernels is not None:
-            self._kernels.commit(self.table, self.columns, self.rows(seqs), step.seq_lens, drawn, result)
-        else:
-            eager.commit(self.table, self.columns, self._row_arrays(seqs)[1], step.seq_lens, drawn, result)
-        return result
+    @_kept
+    def _operands(self, seqs: int) -> tuple[Rows, Tensor, Tensor]:
+        """Of the forms of `commit` and `report`: the rows, the result [B, 2 + drafts], and the report of drafts."""
+        rows = self._row_arrays(seqs)[1] if self._kernels is None else self.rows(seqs)
+        return rows, self._result[0, :seqs], self._result[-1, :seqs]
+
+    def commit(self, step: StepTensors, drawn: Tensor) -> None:
+        """Write the drawn tokens [Q] into the table, and the result, for `to_host`; see `eager.commit`."""
+        rows, result, _ = self._operands(len(step.seq_lens))
+        self._forms.commit(self.table, self.columns, rows, step.seq_lens, drawn, result)
 
     def commit_greedy(self, step: StepTensors, row_maxima: Tensor) -> None:
         """`commit` of the token with the largest logit of each row, by its row maxima [Q, P]. On a GPU."""
         if self._kernels is not None:
-            seqs = len(step.seq_lens)
-            operands = self.rows(seqs), step.seq_lens, row_maxima, self.greedy, self._result_of(seqs)
-            self._kernels.commit_greedy(self.table, self.columns, *operands)
-
-    @_kept
-    def _result_of(self, seqs: int) -> Tensor:
-        return self._result[0, :seqs]
+            rows, result, _ = self._operands(len(step.seq_lens))
+            self._kernels.commit_greedy(self.table, self.columns, rows, step.seq_lens, row_maxima, self.greedy, result)
 
     def report(self, seqs: int) -> None:
         """Copy the drafts of a step's sequences, for `to_host`."""
-        if self._kernels is not None:
-            self._kernels.report(self.table, self.columns, self.rows(seqs), self._result[1, :seqs], self._vocab_size)
-        else:
-            eager.report(self.table, self.columns, self._row_arrays(seqs)[1], self._result[1, :seqs], self._vocab_size)
+        rows, _, report = self._operands(seqs)
+        self._forms.report(self.table, self.columns, rows, report, self._vocab_size)
 
     def to_host(self, seqs: int) -> tuple[np.ndarray, np.ndarray | None]:
         """A step's result [B, 2 + drafts], and what `report` has copied, on the host or on their way there.
@@ -233,7 +229,7 @@ class StepBuffers:
         self._result_host.reverse()  # two, since the other's tokens may not have been read yet
         host, array = self._result_host[0]
         if len(array) == 1:
-            host[0, :seqs].copy_(self._result_of(seqs), non_blocking=True)
+            host[0, :seqs].copy_(self._operands(seqs)[1], non_blocking=True)
             return array[0, :seqs], None
         host.copy_(self._result, non_blocking=True)
         return array[0, :seqs], array[1, :seqs]

@@ -1,11 +1,11 @@
 """`SpeculativeOptions`: how drafts are proposed, as plain values. Names are vLLM's. Imports no torch."""
 
-import json
 import re
 from dataclasses import dataclass
 from typing import Any
 
 from minirt.errors import ConfigError, MinirtError, UnsupportedError, quoted, shortened
+from minirt.files import parse_json
 from minirt.kernels.speculative.limits import LONGEST
 from minirt.settings import Integer, Settings, documented, setting, settings_of, switch
 
@@ -44,6 +44,8 @@ _REFUSED = {
 }  # fmt: skip
 _LOOKUP = _OF_METHOD["ngram"]
 _KEYS = ("method", "num_speculative_tokens", *_LOOKUP)  # those of vLLM's that are taken
+
+_EXAMPLE = 'write an object such as {"method": "ngram", "num_speculative_tokens": 4}'
 
 
 @documented
@@ -138,9 +140,7 @@ class SpeculativeOptions(Settings):
             UnsupportedError: a key or a method of vLLM that minirt does not have.
         """
         given: dict[str, Any] = {}
-        for key, value in _json_object(text, place):
-            if key in given:
-                raise ConfigError("a key is repeated", where=place, found=shortened(key, 80))
+        for key, value in parse_json(text, place, error=ConfigError, hint=_EXAMPLE).items():
             if key in _REFUSED:
                 raise UnsupportedError("minirt does not have this key of vLLM", where=place, found=key, hint=_REFUSED[key])
             if key not in (known := (*_KEYS, *_OF_METHOD["mtp"])):
@@ -155,31 +155,10 @@ class SpeculativeOptions(Settings):
             value = given.get(one)
             if other not in given and type(value) is int and 1 <= value <= LONGEST:  # another value is refused by its own name
                 given[other] = value
-        return _made(given, place)
-
-
-def _made(given: dict[str, Any], place: str) -> SpeculativeOptions:
-    try:
-        return SpeculativeOptions(**given)
-    except MinirtError as error:
-        raise error.at(f"{place}, {error.where}") from None
-
-
-def _json_object(text: str, place: str) -> list[tuple[str, Any]]:
-    """The keys and values of a JSON object, in order."""
-
-    class Pairs(list[tuple[str, Any]]):
-        """Those of an object, whereas a list is an array."""
-
-    try:
-        content = json.loads(text, object_pairs_hook=Pairs)
-    except (ValueError, RecursionError) as error:
-        what = "nested too deeply" if isinstance(error, RecursionError) else error
-        example = '{"method": "ngram", "num_speculative_tokens": 4}'
-        raise ConfigError(f"is not readable JSON: {what}", where=place, expected=f"an object such as {example}") from None
-    if not isinstance(content, Pairs):
-        raise ConfigError("is not a JSON object", where=place, found=type(content).__name__)
-    return content
+        try:
+            return cls(**given)
+        except MinirtError as error:
+            raise error.at(f"{place}, {error.where}") from None
 
 
 def drafts_of(speculative: Any) -> tuple[int, bool]:

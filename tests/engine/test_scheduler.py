@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 
 from minirt.engine.engine import Request
 from minirt.engine.limits import EngineLimits
-from minirt.engine.prompt_time import PromptTime
-from minirt.engine.scheduler import Scheduler
+from minirt.engine.scheduler import Scheduler, WaitingQueue
 from minirt.engine.sequence import Sequence
 from minirt.engine.slots import HostSlots
-from minirt.engine.waiting_queue import WaitingQueue
+from minirt.engine.step_times import PromptTime
 from minirt.sampling_params import SamplingParams, resolve
 from minirt.step.kv_cache import KVCache, PagesSpec
 
