@@ -173,7 +173,7 @@ def _launch_model(name: str, cc: int, lists: _Lists) -> None:
     model.dry_run = labelled  # type: ignore[method-assign]
     lists.use = f"{name}, sampling"
     runner.launch_all(model)
-    for bucket in runner._buckets.all():  # greedy steps sample from the row maxima of their CUDA graphs
+    for bucket in runner.buckets.all():  # greedy steps sample from the row maxima of their CUDA graphs
         row_maxima = runner._static(bucket)[1].row_maxima
         if row_maxima is not None:
             runner._sample(SamplingParams(temperature=0.0), row_maxima.values[:1])

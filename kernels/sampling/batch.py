@@ -15,7 +15,8 @@ COLUMNS = "f" + "".join("i" if integer else "f" for integer in _INTEGERS)  # of 
 _OFF = {name: record.unset for name, record in FILTERS.items()}
 _NO_FILTERS = (None,) * len(FILTERS)
 _LARGEST, _SMALLEST, _MAX_INT = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny, 2**31 - 1
-_Settings: Any = namedtuple("_Settings", ("temperature", *FILTERS, "seed", "step"))
+_make: Any = namedtuple  # else mypy asks for literal names
+_Settings: Any = _make("_Settings", ("temperature", *FILTERS, "seed", "step"))
 
 
 class SamplingBatch(_Settings):

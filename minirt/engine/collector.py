@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping
 import torch
 
 from minirt.engine.draft_lengths import DraftLengths
-from minirt.engine.failures import no_token
+from minirt.engine.logits_processors import unpacked
 from minirt.engine.request import TokenLogprobs, TokenOutput
 from minirt.engine.runner import StepResult
 from minirt.engine.scheduler import Scheduler, Work
 from minirt.engine.sequence import Sequence
 from minirt.engine.slots import Reason
-from minirt.engine.token_constraints import TokenConstraints
+from minirt.engine.token_constraints import ConstrainedRows, TokenConstraints
+from minirt.errors import InputError, MinirtError, NumericsError
 
 Deliver = Callable[[list[TokenOutput]], None]
 _FINISH_REASONS: dict[int, str | None] = {Reason.RUNS: None, Reason.STOP: "stop", Reason.LENGTH: "length"}
@@ -69,7 +70,8 @@ class Collector:
                     outputs += self._tell(sequence, new[:count], reason, result, work, row)
         if deliver is not None and outputs:  # a thread that waits for them takes as long to wake up as the rest takes here
             deliver(outputs)
-        self._scheduler.read(drawing, draws)
+        slots.steps[drawing] -= 1
+        slots.unread[drawing] -= draws
         self._scheduler.register(drawing[reasons != Reason.NO_TOKEN])
         for place, sequence in work.prompts:
             if not planned.num_draws[place] and same[place] and sequence.slot >= 0:
@@ -129,3 +131,31 @@ class Collector:
             request.id, tuple(tokens), _FINISH_REASONS[reason], None, sequence.num_cached, logprobs, prompt_logprobs,
             queue_time_s, None, times, drafted, accepted,
         )]  # fmt: skip
+
+
+def no_token(sequence: Sequence, constraints: TokenConstraints | None, vocab: int) -> MinirtError:
+    """Why the sampler has drawn no token: the settings of the request leave none, or the logits are unusable.
+
+    Args:
+        constraints: of the engine.
+        vocab: number of token ids.
+    """
+    rules = sequence.rules
+    generated = sequence.tokens[sequence.prompt_len :].tolist()
+    left = set(range(vocab) if rules is None or rules.allowed is None else rules.allowed)
+    left -= set() if rules is None else rules.banned(generated)
+    if sequence.constraint is not None and constraints is not None:
+        mask = torch.zeros(1, -(-vocab // 32), dtype=torch.int32)
+        if failed := constraints.fill(mask, [ConstrainedRows(sequence.constraint)]):
+            return failed[0]
+        left.intersection_update(unpacked(mask, vocab)[0].nonzero().flatten().tolist())
+    place = f"generated token {len(generated)}"
+    if left:
+        remedy = "--check-weights finds damaged weights; --dtype float32 rules out overflow"
+        return NumericsError("the logits are NaN or +inf, or only -inf", where=place, hint=remedy)
+    masks = ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens")
+    names = [name for name in masks if getattr(sequence.sampling, name)]
+    grammar = names[:2] == ["structured_outputs", "allowed_token_ids"]
+    hint = "a grammar needs an end-of-sequence token, too" if grammar else None
+    expected = f"a token that fits {' and '.join(names)}"
+    return InputError("no token is left to draw", where=names[-1], expected=expected, found=f"none for {place}", hint=hint)

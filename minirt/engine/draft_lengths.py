@@ -14,7 +14,7 @@ from minirt.engine.buckets import draft_sizes
 from minirt.engine.limits import EngineLimits
 from minirt.engine.request import DraftStats
 from minirt.engine.slots import HostSlots
-from minirt.engine.step_times import StepTimes
+from minirt.engine.step_times import GraphTimes, OnlineStepTimes
 from minirt.errors import EngineError
 
 _PRIOR_RIGHT, _PRIOR_TRIALS = 1.2, 2.0  # of a sequence whose drafts were never compared
@@ -29,9 +29,10 @@ class DraftLengths:
         vocab: number of token ids.
     """
 
-    def __init__(self, limits: EngineLimits, slots: HostSlots, times: StepTimes | None, vocab: int) -> None:
+    def __init__(self, limits: EngineLimits, slots: HostSlots, times: GraphTimes | OnlineStepTimes | None, vocab: int) -> None:
         count, most = limits.max_num_seqs, limits.max_drafts
-        self.times, self._slots, self._sizes = times, slots, draft_sizes(most)
+        self.times: GraphTimes | OnlineStepTimes | None = times
+        self._slots, self._sizes = slots, draft_sizes(most)
         self._epochs, self._counts = np.full(count, -1, np.int64), np.zeros(count, np.int64)
         self._drafts, self._vocab = np.zeros((count, most), np.int32), vocab
         self._right, self._trials = np.zeros(count), np.zeros(count)

@@ -10,15 +10,15 @@ import time
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from types import TracebackType
 
 import numpy as np
 import torch
 
-from minirt.device import is_out_of_memory, peak_memory
+from minirt.device import is_device_failure, is_out_of_memory, peak_memory
 from minirt.engine.collector import Collector, Deliver
 from minirt.engine.compiling_requests import CompilingRequests
 from minirt.engine.draft_lengths import DraftLengths
-from minirt.engine.failures import DeviceErrors
 from minirt.engine.limits import EngineLimits
 from minirt.engine.planning import plan_step
 from minirt.engine.prefix_cache import PrefixCacheStats
@@ -30,8 +30,31 @@ from minirt.engine.scheduler import Scheduler, Work
 from minirt.engine.sequence import Sequence
 from minirt.engine.step_times import OnlineStepTimes
 from minirt.engine.token_constraints import ConstrainedRows, TokenConstraints
-from minirt.errors import ContextLengthError, MinirtError, OutOfMemoryError, QueueFullError, UnsupportedError
+from minirt.errors import (
+    ContextLengthError,
+    DeviceFailedError,
+    MinirtError,
+    OutOfMemoryError,
+    QueueFullError,
+    UnsupportedError,
+)
 from minirt.step.kv_cache import KVCache
+
+
+class DeviceErrors:
+    """Context that turns errors of the GPU or its driver into a `DeviceFailedError`, and raises it again at every later use."""
+
+    failure: DeviceFailedError | None = None
+
+    def __enter__(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if isinstance(error, Exception) and is_device_failure(error):
+            hint = "start a new process; with CUDA_LAUNCH_BLOCKING=1 it names the call that failed"
+            self.failure = DeviceFailedError("the GPU failed", found=str(error).strip().splitlines()[0], hint=hint)
+            raise self.failure from error
 
 
 class Engine:
@@ -66,7 +89,7 @@ class Engine:
                 raise UnsupportedError(what, where="speculative", expected=expected, found=undoable)
             limits = replace(limits, max_drafts=proposer.max_drafts, keeps_history=proposer.needs_history)
         self._scheduler = Scheduler(cache, limits, prefix_cache)
-        self.checks = RequestChecks(vocab_size, lambda: self.max_len, self._scheduler.check_length, constraints)
+        self.checks = RequestChecks(vocab_size, self._scheduler, constraints)
         self._runner = Runner(
             model, cache, device, replace(limits, max_model_len=self.max_len), vocab_size=vocab_size, cuda_graphs=cuda_graphs,
             proposer=proposer, adaptive_drafts=adaptive_drafts,
@@ -273,7 +296,7 @@ class Engine:
         # Work that the step's launch does not need.
         for _, sequence in work.prompts:
             self._scheduler.extend_keys(sequence)
-        if self._device.type == "cuda" and (work.prompts or not self._runner.cuda_graphs):  # other steps allocate nothing
+        if self._device.type == "cuda" and (work.prompts or self._runner.buckets is None):  # other steps allocate nothing
             self._peak_memory = peak_memory(self._device)
         return None
 

@@ -115,13 +115,13 @@ class EngineThread:
 
         def run(engine: Engine) -> None:
             for request in requests:
-                self._sinks.add(request.id, sink)
+                self._sinks[request.id] = sink
                 engine.add(request)
 
         def refuse(error: BaseException) -> None:
             refused = [request.id for request in requests if self._engine is None or request.id not in self._engine]
             for request_id in refused:
-                self._sinks.add(request_id, sink)
+                self._sinks[request_id] = sink
             self._sinks.fail(refused, _for_request(error))
 
         self._put(_Command(run, refuse))

@@ -86,7 +86,8 @@ def _sampling(work: Work, slots: HostSlots) -> Sampling:
 @lru_cache
 def _of_bits(bits: int) -> Sampling:
     filters = tuple(name for name, flag in _OF_FILTER.items() if bits & flag)
-    return Sampling(not bits & _SAMPLED, filters, *(bool(bits & flag) for flag in (_RULES, _BIAS, _BAN, _MASKED)))
+    rules, bias, ban, masked = (bool(bits & flag) for flag in (_RULES, _BIAS, _BAN, _MASKED))
+    return Sampling(not bits & _SAMPLED, filters, rules, bias, ban, masked)
 
 
 def _needs(sequence: Sequence, vocab: int) -> tuple[int, int, int]:

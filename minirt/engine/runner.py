@@ -173,19 +173,20 @@ class Runner:
         cuda_graphs: bool = False, proposer: Proposer | None = None, adaptive_drafts: bool = False,
     ) -> None:  # fmt: skip
         self._model, self._cache, self._device, self._vocab_size, self._limits = model, cache, device, vocab_size, limits
-        self._buckets, self._cuda, self._proposer = _buckets(model, limits), device.type == "cuda", proposer
-        self._adapts = adaptive_drafts
+        self._cuda, self._proposer, self._adapts = device.type == "cuda", proposer, adaptive_drafts
         self.waits = not self._cuda or (limits.max_drafts > 0 and isinstance(model, Model) and model.has_eager_layers)
         self._inference, self._on_device = torch.inference_mode(), on_device(device)  # to be entered by each step
         self._graphs: CudaGraphs | None = None
+        self.buckets: Buckets | None = None  # of the CUDA graphs
         seqs, tokens, tiles, rows = limits.max_num_seqs, limits.max_num_batched_tokens, 0, 0
         draws = limits.max_logits_rows if limits.max_drafts else seqs
         if isinstance(model, Model) and model.uses_triton:  # buckets import Triton, which other layers do not need
             model.reserve_splits(max_splits(batch_bucket(seqs), limits.max_model_len, cache.capacity))
             if cuda_graphs:
-                self._graphs = CudaGraphs(device)
-                seqs, rows = self._buckets.max_seqs, self._buckets.max_logits
-                tokens, draws = max(tokens, self._buckets.max_tokens, rows), max(draws, rows)
+                flops = [layer.flops(1) for layer in model.layers if layer.residual]
+                self._graphs, buckets = CudaGraphs(device), Buckets(limits, max_prompt_tokens(sum(flops) / max(1, len(flops))))
+                self.buckets, seqs, rows = buckets, buckets.max_seqs, buckets.max_logits
+                tokens, draws = max(tokens, buckets.max_tokens, rows), max(draws, rows)
                 tiles = max(model.row_maxima_tiles(n + 1) for n in range(rows))
         self._buffers = StepBuffers(
             cache, limits, device, vocab_size, seqs, tokens, draws, row_maxima_tiles=tiles, logits_rows=rows
@@ -199,11 +200,6 @@ class Runner:
         self.prompt_time: PromptTime | None = None  # after warm-up on a GPU
         self.step_times: GraphTimes | None = None  # after warm-up on a GPU with CUDA graphs and drafts
         self._masked: _Forward | None = None  # the step that waits for its masks
-
-    @property
-    def cuda_graphs(self) -> bool:
-        """Whether small steps run as CUDA graphs."""
-        return self._graphs is not None
 
     def start(self, plan: StepPlan) -> Step | None:
         """Queue a step.
@@ -281,18 +277,18 @@ class Runner:
     def _forward(self, plan: StepPlan) -> _Forward:
         needs = plan.sampling
         needed = bool(plan.scored or needs.masked or needs.any_rules or needs.logprobs or not needs.all_greedy)
-        bucket = None if self._graphs is None else self._buckets.find(plan)
-        if bucket is not None and self._graphs is not None and bucket not in self._graphs:
-            self._dry_run(bucket)
+        graphs, bucket = self._graphs, None if self.buckets is None else self.buckets.find(plan)
+        if bucket is not None and graphs is not None and bucket not in graphs:
+            self.dry_run(bucket)
             self._capture(bucket)
         greedy = not needed and bucket is not None
         self._buffers.send(plan, logits_needed=needed, greedy=greedy)
         if plan.copies is not NO_COPIES:
             self._cache.copy(plan.copies)
         rows = plan.num_logits
-        if bucket is not None and self._graphs is not None:
+        if bucket is not None and graphs is not None:
             batch = self._static(bucket)[1]
-            self._graphs.replay(bucket)
+            graphs.replay(bucket)
             self._buffers.sent()
             logits = self._buffers.logits
         else:
@@ -390,7 +386,7 @@ class Runner:
             return most
         return next((size for size in draft_sizes(most) if size > verified), most)
 
-    def _dry_run(self, bucket: Bucket) -> None:
+    def dry_run(self, bucket: Bucket) -> None:
         """Run one layer of each kind over a static batch, on padding."""
         step, batch = self._static(bucket)
         empty = StepPlan(PlannedSequences.of(()))
@@ -416,7 +412,7 @@ class Runner:
             return
         from minirt.kernels.compile.ahead_of_time import compile_ahead
 
-        buckets, report = [] if self._graphs is None else self._buckets.all(), progress or (lambda stage, done, total: None)
+        buckets, report = [] if self.buckets is None else self.buckets.all(), progress or (lambda stage, done, total: None)
 
         def ready(done: int, total: int, compiles: bool) -> None:
             report(COMPILING if compiles else "kernels", done, total)
@@ -435,23 +431,23 @@ class Runner:
             self._reserve(self._model)
             with suppress(torch.OutOfMemoryError):
                 self.prompt_time = self._measure_prompts(self._model)
-            if self._graphs is not None and self._limits.max_drafts:
-                self.step_times = self._measure_graphs(self._graphs)
+            if self._graphs is not None and self.buckets is not None and self._limits.max_drafts:
+                self.step_times = self._measure_graphs(self._graphs, self.buckets)
 
     def launch_all(self, model: Model) -> None:
         """Launch every kernel that a step of this runner's model can need: dry runs of each kind of step, and the sampler."""
         limits = self._limits
         seqs, longest = limits.max_num_seqs, limits.max_model_len
         steps = warm_up_steps(limits)
-        if self._graphs is None:
+        if self.buckets is None:
             # Decode steps with short contexts, and with one of the longest: only that has several KV splits to combine.
             short, long = (Chunk([0], end - 1, range(self._cache.pages_for(end))) for end in (1, longest))
             for size in {batch_bucket(n + 1) for n in range(seqs)}:
                 steps += [[first] + [short] * (size - 1) for first in (short, long)]
         for chunks in steps:
-            self._run_dry(model, chunks)
-        for bucket in [Bucket(1), Bucket(1, 1)] if self._graphs is None else self._buckets.all():
-            self._dry_run(bucket)
+            model.dry_run(self.dry_batch(chunks), self._cache)
+        for bucket in [Bucket(1), Bucket(1, 1)] if self.buckets is None else self.buckets.all():
+            self.dry_run(bucket)
         for settings in SamplingBatch.variants(self._device):
             self._sample(settings)
         self._stages.compile()
@@ -468,36 +464,15 @@ class Runner:
 
         def run(chunks: Sequence[Chunk]) -> int:
             torch.cuda.empty_cache()
-            self._run_dry(model, chunks)
+            model.dry_run(self.dry_batch(chunks), self._cache)
             return torch.cuda.memory_reserved(self._device)
 
         with without_launches(self._device), suppress(torch.OutOfMemoryError):
             largest = max(largest_steps(self._limits), key=run)
             run(largest)
 
-    @torch.inference_mode()
-    def dry_run_bytes(self, steps: Sequence[Sequence[Chunk]]) -> int:
-        """Peak of the bytes that dry runs allocate: of the largest CUDA graph, whose memory stays, and of the largest of `steps`.
-
-        Layers of a kind run once, so kernels should be kept from running (`without_launches`).
-        """
-
-        def peak(run: Callable[[], None]) -> int:
-            before = torch.cuda.memory_allocated(self._device)
-            torch.cuda.reset_peak_memory_stats(self._device)
-            run()
-            return torch.cuda.max_memory_allocated(self._device) - before
-
-        model = self._model
-        if not isinstance(model, Model):
-            return 0
-        graph = 0 if self._graphs is None else peak(lambda: self._dry_run(self._buckets.all()[0]))
-        return graph + max(peak(partial(self._run_dry, model, chunks)) for chunks in steps)
-
-    def _run_dry(self, model: Model, chunks: Sequence[Chunk]) -> None:
-        model.dry_run(self._dry_batch(chunks), self._cache)
-
-    def _dry_batch(self, chunks: Sequence[Chunk]) -> Batch:
+    def dry_batch(self, chunks: Sequence[Chunk]) -> Batch:
+        """A step's batch, for `Model.dry_run`."""
         batch = Batch.build(chunks, self._cache.page_size).to(self._device)
         return self._with_buffers(batch, len(batch.logits_indices))
 
@@ -510,7 +485,7 @@ class Runner:
         count = min(_MEASURED_TOKENS, self._limits.max_num_batched_tokens, longest)
 
         def seconds(start: int) -> float:
-            batch = self._dry_batch([Chunk([0] * count, start, [0] * self._cache.pages_for(start + count))])
+            batch = self.dry_batch([Chunk([0] * count, start, [0] * self._cache.pages_for(start + count))])
             draft = self._capturable(Bucket(1, count), batch)
             return self._seconds([partial(model, batch, self._cache), *([] if draft is None else [draft])])
 
@@ -530,19 +505,19 @@ class Runner:
         torch.cuda.synchronize(self._device)
         return events[0].elapsed_time(events[1]) / 1e3 / repeats
 
-    def _measure_graphs(self, graphs: CudaGraphs) -> GraphTimes:
+    def _measure_graphs(self, graphs: CudaGraphs, buckets: Buckets) -> GraphTimes:
         """Replay the CUDA graphs of each decode step, and of the drafts after it. Attention has no context then.
 
         All tokens differ, as a mixture reads the experts of all of them. Their pages are page 0.
         """
         seconds = dict[Bucket, float]()
-        for bucket in [bucket for bucket in self._buckets.all() if not bucket.tokens and not bucket.short]:
+        for bucket in [bucket for bucket in buckets.all() if not bucket.tokens and not bucket.short]:
             self._buffers.send(self._measured_plan(min(bucket.seqs, self._limits.max_num_seqs), 1 + bucket.drafts))
             self._buffers.sent()
             keys = [key for key in (bucket, (_DRAFTS, bucket)) if key in graphs]
             seconds[bucket] = self._seconds([partial(graphs.replay, key) for key in keys], _REPLAYS)
         self._buffers.table.zero_()
-        return GraphTimes(self._buckets, seconds)
+        return GraphTimes(buckets, seconds)
 
     def _measured_plan(self, seqs: int, count: int) -> StepPlan:
         """A step of sequences without a prompt that go on with `count` tokens each, all different. Each replay of a CUDA graph
@@ -559,17 +534,12 @@ class Runner:
         sample(logits, settings, row_maxima=row_maxima)
 
 
-def _buckets(model: ModelLike, limits: EngineLimits) -> Buckets:
-    flops = [layer.flops(1) for layer in model.layers if layer.residual] if isinstance(model, Model) else []
-    return Buckets(limits, max_prompt_tokens(sum(flops) / len(flops))) if flops else Buckets(limits)
-
-
 def measure_step_bytes(model: Model, limits: EngineLimits, *, cuda_graphs: bool) -> int | None:
     """Bytes that steps need: static buffers, the pool of the CUDA graphs, and the activations of the largest step. None: there is
     not enough free memory.
 
     The steps run without launching a kernel, and PyTorch's allocator counts. (vLLM profiles a real forward pass for the same
-    purpose.) Layers without Triton do run, on one KV page.
+    purpose.) Layers without Triton do run, on one KV page. Layers of a kind run once.
 
     Args:
         model: with weights, on a GPU.
@@ -577,18 +547,27 @@ def measure_step_bytes(model: Model, limits: EngineLimits, *, cuda_graphs: bool)
     from minirt.kernels.compile.ahead_of_time import without_launches
 
     device = model.device
-    with on_device(device), without_launches(device):
+
+    def peak(run: Callable[[], None]) -> int:
+        start = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        run()
+        return torch.cuda.max_memory_allocated(device) - start
+
+    def dry_run(runner: Runner, chunks: Sequence[Chunk]) -> None:
+        model.dry_run(runner.dry_batch(chunks), runner._cache)
+
+    with torch.inference_mode(), on_device(device), without_launches(device):
         try:
             before = torch.cuda.memory_allocated(device)
             cache = KVCache(model.cache_specs, 1, device, model.kv_dtype, num_slots=limits.max_num_seqs)
             states = torch.cuda.memory_allocated(device) - before
-            runner = Runner(
-                model, cache, device, limits, vocab_size=model.config.vocab_size, cuda_graphs=cuda_graphs
-            )
+            runner = Runner(model, cache, device, limits, vocab_size=model.config.vocab_size, cuda_graphs=cuda_graphs)
             steps = largest_steps(limits)
             ends = [[chunk.start + len(chunk.tokens) for chunk in chunks] for chunks in steps]
             model.reserve_splits(max(sum(-(-end // KV_SPLIT) for end in step) for step in ends))
-            needed = runner.dry_run_bytes(steps)
+            graph = 0 if runner.buckets is None else peak(partial(runner.dry_run, runner.buckets.all()[0]))  # its memory stays
+            needed = graph + max(peak(partial(dry_run, runner, chunks)) for chunks in steps)
             return torch.cuda.memory_allocated(device) - before - states + needed
         except torch.OutOfMemoryError:
             return None

@@ -14,15 +14,13 @@ This eager implementation runs on any device and defines the result. On a GPU th
 draw the same tokens.
 """
 
-import functools
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from minirt.device import is_nvidia
-from minirt.errors import InputError, UnsupportedError
+from minirt.errors import InputError
 from minirt.kernels.sampling.batch import SamplingBatch
 from minirt.kernels.sampling.philox import philox, uniform
 
@@ -32,16 +30,6 @@ if TYPE_CHECKING:
 # Probability mass is summed in integers: each weight (at most 1) times 2⁴⁰, truncated. A sum fits in int64 for V up to 2²². With
 # 2¹⁸ tokens, truncation loses at most 2⁻²² of the most probable token's mass.
 _MASS_SCALE = 2.0**40
-
-
-@functools.cache
-def _kernels() -> ModuleType:
-    try:
-        from minirt.kernels.sampling import sample as kernels
-    except ImportError as error:
-        hint = "install Triton, or sample with impl='eager'"
-        raise UnsupportedError("the Triton sampler cannot be imported", where="sample", found=error, hint=hint) from error
-    return kernels
 
 
 def sample(
@@ -64,7 +52,6 @@ def sample(
         [B] int64.
     Raises:
         InputError: `logits` does not have one row per request, or `impl` is unknown.
-        UnsupportedError: Triton cannot be imported.
     """
     rows = batch.step.shape[0]
     if logits.ndim != 2 or logits.shape[0] != rows:
@@ -73,9 +60,10 @@ def sample(
     if impl not in ("auto", "eager", "triton"):
         raise InputError("unknown implementation", where="sample", expected="auto, eager or triton", found=impl)
     if impl == "triton" or (impl == "auto" and is_nvidia(logits.device)):
-        return _kernels().sample(
-            logits.to(torch.float32).contiguous(), batch, workspace=workspace, out=out, row_maxima=row_maxima
-        )
+        from minirt.kernels.sampling import sample as kernels
+
+        logits = logits.to(torch.float32).contiguous()
+        return kernels.sample(logits, batch, workspace=workspace, out=out, row_maxima=row_maxima)
     token = logits.argmax(-1, keepdim=True)
     top = logits.gather(1, token)  # NaN if the row contains NaN: argmax ranks NaN highest
     if batch.temperature is not None:

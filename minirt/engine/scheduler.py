@@ -153,8 +153,14 @@ class Scheduler:
 
     def __init__(self, cache: KVCache, limits: EngineLimits, prefix_cache: bool = True) -> None:
         self._cache, self.limits = cache, limits
-        self.prefix_cache = _prefix_cache(cache) if prefix_cache else None
-        self._states = self.prefix_cache if isinstance(self.prefix_cache, StatePrefixCache) else None
+        self.prefix_cache: PrefixCache | None = None
+        self._states: StatePrefixCache | None = None  # the prefix cache, if there are recurrent layers
+        if prefix_cache and not cache.has_states:
+            self.prefix_cache = PrefixCache(cache.allocator, cache.page_size)
+        elif prefix_cache and cache.num_snapshots:
+            rows, within = range(cache.num_slots, cache.num_slots + cache.num_snapshots), cache.snapshot_tokens
+            self._states = StatePrefixCache(cache.allocator, cache.page_size, rows, cache.state_tokens, within)
+            self.prefix_cache = self._states
         # The token limit of a step, lowered when memory runs out and doubled after `_until_larger` steps; those since then.
         self._limit_tokens, self._steps_since, self._until_larger = limits.max_num_batched_tokens, 0, STEPS_UNTIL_LARGER
         self._limit = "--max-model-len" if limits.max_model_len <= cache.capacity else "--kv-cache-memory"
@@ -414,7 +420,7 @@ class Scheduler:
                 if host.unread[slot] > host.steps[slot]:  # it waits until the host knows how many of its drafts are right
                     counts[i] = 0
                     break
-                self._preempt_last()
+                self._preempt(max(self.running.values(), key=_age))
         if self.limits.max_drafts:  # drafts preempt nobody
             for i in ((counts > 0) & (lens > host.num_pages[slots] * size)).nonzero()[0].tolist():
                 sequence = host.sequences[int(slots[i])]
@@ -483,11 +489,6 @@ class Scheduler:
             for slot, epoch in zip(work.planned.slots.tolist(), work.epochs.tolist(), strict=True):
                 if (sequence := self.slots.sequences[slot]) is not None and self.slots.epochs[slot] == epoch:
                     self._preempt(sequence)
-
-    def read(self, slots: np.ndarray, draws: np.ndarray) -> None:
-        """The tokens of a step with these numbers of draws of each slot are known now."""
-        self.slots.steps[slots] -= 1
-        self.slots.unread[slots] -= draws
 
     def _hits(self, sequence: Sequence) -> Iterator[Hit]:
         """What is cached of a waiting sequence's beginning; see `PrefixCache.hits`."""
@@ -593,14 +594,11 @@ class Scheduler:
         if self._cache.has_states:  # their sequences have begun again (`failed`), and need more steps than that to end
             self._until_larger *= 2
 
-    def _preempt_last(self) -> None:
-        """Take the pages of the last running sequence by rank, which is computed again from its start later.
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take the pages of a running sequence, which is computed again from its start later.
 
         It keeps its rank, so that it is admitted before those that arrived later.
         """
-        self._preempt(max(self.running.values(), key=_age))
-
-    def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
         del self.running[sequence.id]
         self._free(sequence)
@@ -634,12 +632,3 @@ class Scheduler:
         if self._decoding.pop(sequence.slot, None) is not None:
             self._decoding_slots = None
         sequence.leave_slot()
-
-
-def _prefix_cache(cache: KVCache) -> PrefixCache | None:
-    """The prefix cache of a KV cache; None: it has states, and no room for snapshots of them."""
-    if not cache.has_states:
-        return PrefixCache(cache.allocator, cache.page_size)
-    rows = range(cache.num_slots, cache.num_slots + cache.num_snapshots)
-    spacing, within = cache.state_tokens, cache.snapshot_tokens
-    return StatePrefixCache(cache.allocator, cache.page_size, rows, spacing, within) if rows else None

@@ -1,7 +1,7 @@
 """How long steps take: measured at warm-up on a GPU, learned from the steps that have run on a CPU."""
 
 import math
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,13 +27,6 @@ class PromptTime(NamedTuple):
         return int(2 * seconds / (each + math.sqrt(each * each + 2 * self.context_s * seconds))) if seconds > 0 else 0
 
 
-class StepTimes(Protocol):
-    """The times of steps in which all sequences decode."""
-
-    def seconds(self, seqs: int, tokens: int) -> float | None:
-        """Seconds for a step of `seqs` sequences and `tokens` tokens, or None if unknown."""
-
-
 class OnlineStepTimes:
     """Step times from the steps that have run: a line over the number of tokens, fitted with less weight on older steps.
 
@@ -48,6 +41,7 @@ class OnlineStepTimes:
         self._sums = 0.98 * self._sums + (1, tokens, tokens * tokens, seconds, tokens * seconds)
 
     def seconds(self, seqs: int, tokens: int) -> float | None:
+        """Seconds for a step of `seqs` sequences that decode `tokens` tokens, or None if unknown."""
         count, x, xx, y, xy = self._sums.tolist()
         spread = count * xx - x * x
         # Nearly all steps had the same size: the weight of the others is too small for a line.
@@ -58,7 +52,7 @@ class OnlineStepTimes:
 
 
 class GraphTimes(NamedTuple):
-    """Seconds of decode steps (`StepTimes`), measured at warm-up."""
+    """Seconds of decode steps, measured at warm-up."""
 
     buckets: Buckets
     measured: dict[Bucket, float]

@@ -43,7 +43,6 @@ _REFUSED = {
     "enforce_eager": "not supported for drafts alone: --no-cuda-graphs is for the whole model",
 }  # fmt: skip
 _LOOKUP = _OF_METHOD["ngram"]
-_KEYS = ("method", "num_speculative_tokens", *_LOOKUP)  # those of vLLM's that are taken
 
 _EXAMPLE = 'write an object such as {"method": "ngram", "num_speculative_tokens": 4}'
 
@@ -143,7 +142,7 @@ class SpeculativeOptions(Settings):
         for key, value in parse_json(text, place, error=ConfigError, hint=_EXAMPLE).items():
             if key in _REFUSED:
                 raise UnsupportedError("minirt does not have this key of vLLM", where=place, found=key, hint=_REFUSED[key])
-            if key not in (known := (*_KEYS, *_OF_METHOD["mtp"])):
+            if key not in (known := [name for name in settings_of(cls) if name != "adaptive"]):
                 raise ConfigError("unknown key", where=place, expected=", ".join(known), found=shortened(key, 80))
             given[key] = value
         given = {key: value for key, value in given.items() if value is not None}  # as in vLLM, null is not given

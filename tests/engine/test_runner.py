@@ -243,7 +243,7 @@ def test_stages_of_a_warm_up(monkeypatch):
     model = object.__new__(Model)
     model.row_maxima_tiles = lambda rows: 0
     own = SimpleNamespace(
-        _cuda=True, _model=model, _buckets=buckets, _graphs=object(), _device=torch.device("cpu"),
+        _cuda=True, _model=model, buckets=buckets, _graphs=object(), _device=torch.device("cpu"),
         _buffers=SimpleNamespace(row_maxima_of=lambda *_: None), _sample=lambda *_: None, _capture=lambda *_, **__: None,
         _reserve=lambda *_: None, launch_all=lambda _: None, _measure_prompts=lambda _: None, _limits=EngineLimits(64),
     )  # fmt: skip
