@@ -48,11 +48,6 @@ class CompilingRequests(dict[int, "Future[TokenConstraint]"]):
         done = self._done
         self[request_id].add_done_callback(lambda _: done.append(request_id))
 
-    @property
-    def any_done(self) -> bool:
-        """Whether `done` yields something."""
-        return bool(self._done)
-
     def done(self) -> Iterator[tuple[int, TokenConstraint | MinirtError]]:
         """Requests whose compilation has ended, each with its constraint or its error. The caller removes them."""
         while self._done:

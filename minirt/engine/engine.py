@@ -227,7 +227,7 @@ class Engine:
             Exception: a layer or the engine itself failed. Call `recover` before the next step.
         """
         with self._device_errors:
-            outputs = self._add_compiled() if self._compiling.any_done else []
+            outputs = self._add_compiled() if self._compiling else []
             work = self._scheduler.schedule()
             for sequence in self._scheduler.refused():
                 most, hint = self.limits.max_waiting, "try again later, or raise --max-waiting"

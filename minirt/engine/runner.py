@@ -6,7 +6,7 @@ The host reads tokens from pinned memory after the event of their copy. On a CPU
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -128,31 +128,29 @@ class _Forward(NamedTuple):
     committed: bool  # whether the CUDA graph has drawn the tokens, too
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """A step that was started."""
 
-    _plan: StepPlan
-    _result: np.ndarray
-    _proposed: np.ndarray | None
-    _packed: Tensor | None
-    _scored: list[ScoredRows]
-    _ended: "torch.cuda.Event | None" = None  # None: the step had ended when it was returned
+    plan: StepPlan
+    values: np.ndarray
+    proposed: np.ndarray | None
+    packed: Tensor | None
+    scored: list[ScoredRows]
+    ended: "torch.cuda.Event | None"  # None: the step had ended when it was returned
 
     def result(self) -> StepResult:
         """Waits for the end of the step, also if it yields no tokens."""
-        if self._ended is not None:
-            self._ended.synchronize()
-        rows = self._result.copy()  # a later step uses the buffer again
-        proposed = None if self._proposed is None else self._proposed.copy()
-        result = StepResult(rows[:, 0], rows[:, 1:], None, self._scored, proposed)
-        return result if self._packed is None else result._replace(logprobs=self._logprobs(self._packed, result))
-
-    def _logprobs(self, packed: Tensor, result: StepResult) -> list[TokenLogprobs | None]:
+        if self.ended is not None:
+            self.ended.synchronize()
+        rows = self.values.copy()  # a later step uses the buffer again
+        proposed = None if self.proposed is None else self.proposed.copy()
+        result = StepResult(rows[:, 0], rows[:, 1:], None, self.scored, proposed)
+        if self.packed is None:
+            return result
         drawn = list[int]()
-        for tokens, count in zip(result.lists(), self._plan.sequences.num_draws.tolist(), strict=True):
+        for tokens, count in zip(result.lists(), self.plan.sequences.num_draws.tolist(), strict=True):
             drawn += (tokens + [0] * count)[:count]
-        return unpack(packed, drawn, self._plan.sampling.logprobs)
+        return result._replace(logprobs=unpack(self.packed, drawn, self.plan.sampling.logprobs))
 
 
 class Runner:
@@ -249,10 +247,10 @@ class Runner:
             if self._limits.max_drafts:
                 self._buffers.report(len(tensors.seq_lens))
         result, proposed = self._buffers.to_host(len(plan.sequences))
-        if not self._cuda:
-            return Step(plan, result, proposed, packed, scored)
-        ended = torch.cuda.Event()  # also if the step has no tokens: the host is at most one step ahead of the device
-        ended.record()
+        ended = None
+        if self._cuda:  # also if the step has no tokens: the host is at most one step ahead of the device
+            ended = torch.cuda.Event()
+            ended.record()
         return Step(plan, result, proposed, packed, scored, ended)
 
     def _propose(self, proposer: Proposer, plan: StepPlan, batch: Batch, bucket: Bucket | None) -> None:

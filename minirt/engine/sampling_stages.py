@@ -5,7 +5,7 @@ allocated before its tokens reach the table of slots: if memory runs out, nothin
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,10 +21,6 @@ from minirt.kernels.sampling.batch import SamplingBatch
 from minirt.kernels.sampling.slots import Drafts
 from minirt.kernels.step.table import StepTensors
 from minirt.step.plan import SlotRules, StepPlan
-
-if TYPE_CHECKING:
-    from minirt.kernels.sampling.filters import SamplingWorkspace
-    from minirt.kernels.sampling.logprobs import LogprobsWorkspace
 
 SCORED_ROWS = 64  # of a prompt's logits that are scored at once
 
@@ -74,8 +70,8 @@ class SamplingStages:
         self._packed = torch.zeros(packed, dtype=torch.int32, device=device)
         self._packed_host = [torch.zeros(packed, dtype=torch.int32, pin_memory=True) for _ in range(2)] if self._cuda else []
         self._masks = CpuGpuBuffer((max_draws, -(-vocab // 32)), device)
-        self._workspace: SamplingWorkspace | None = None
-        self._logprobs_workspace: LogprobsWorkspace | None = None
+        self._workspace: Any = None  # of the kernels
+        self._logprobs_workspace: Any = None
         if self._cuda:
             from minirt.kernels.sampling import filters, logprobs
 

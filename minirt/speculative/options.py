@@ -17,10 +17,6 @@ _OF_METHOD = {"ngram": ("prompt_lookup_min", "prompt_lookup_max"), "mtp": ("draf
 # vLLM's names of the methods.
 _ALSO = {"ngram_gpu": "ngram", "qwen3_5_mtp": "mtp", "qwen3_next_mtp": "mtp"}
 
-_NO_DRAFT_MODEL = "not supported: minirt has no draft models in files of their own"
-_NO_SUFFIX = "not supported: minirt has no suffix decoding"
-_ONE_VERIFICATION = "not supported: the sampler verifies drafts, which changes no distribution"
-_ADAPTS = "not needed: the number of drafts adapts to the batch by itself"
 # Keys of vLLM's config, and arguments of the same name, that have no meaning here.
 _REFUSED = {
     "model": 'not supported: minirt has no draft models in files of their own; write "method": "ngram" or "mtp"',
@@ -29,21 +25,20 @@ _REFUSED = {
         "kv_cache_dtype", "max_model_len", "revision", "code_revision", "draft_load_config", "draft_sample_method",
         "draft_lm_head_quantization", "use_heterogeneous_vocab", "use_local_argmax_reduction", "parallel_drafting",
         "disable_padded_drafter_batch", "disable_eagle_block_drop", "index_share_for_mtp_iteration", "dspark_draft_topk",
-    ), _NO_DRAFT_MODEL),
+    ), "not supported: minirt has no draft models in files of their own"),
     **dict.fromkeys((
         "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor",
         "suffix_decoding_min_token_prob",
-    ), _NO_SUFFIX),
-    **dict.fromkeys(
-        ("rejection_sample_method", "synthetic_acceptance_rates", "synthetic_acceptance_length"), _ONE_VERIFICATION
-    ),
-    **dict.fromkeys(
-        ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification", "disable_by_batch_size"), _ADAPTS
-    ),
+    ), "not supported: minirt has no suffix decoding"),
+    **dict.fromkeys((
+        "rejection_sample_method", "synthetic_acceptance_rates", "synthetic_acceptance_length",
+    ), "not supported: the sampler verifies drafts, which changes no distribution"),
+    **dict.fromkeys((
+        "num_speculative_tokens_per_batch_size", "enable_adaptive_verification", "disable_by_batch_size",
+    ), "not needed: the number of drafts adapts to the batch by itself"),
     "enforce_eager": "not supported for drafts alone: --no-cuda-graphs is for the whole model",
 }  # fmt: skip
 _LOOKUP = _OF_METHOD["ngram"]
-
 _EXAMPLE = 'write an object such as {"method": "ngram", "num_speculative_tokens": 4}'
 
 

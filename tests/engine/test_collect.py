@@ -49,8 +49,7 @@ def collected(seed, few, monkeypatch):
             (batch.input_ids[batch.logits_indices] % 41 == NO_LOGITS)[:, None], float("nan")
         )
     seen, sides, preempted = [], [0, 0], 0
-    slots, preempt = it._scheduler.slots, it._scheduler._preempt
-    extend = slots.extend
+    slots, preempt, extend = it._scheduler.slots, it._scheduler._preempt, it._scheduler.slots.extend
 
     def count_sides(slots, *arguments):
         sides[len(slots) > slots_module.FEW] += len(slots) > 0

@@ -327,8 +327,8 @@ class Prompts:
         if work is not None:
             self.it.started(work)
             draws = work.planned.num_draws
-            self.it.slots.steps[work.planned.slots[draws > 0]] -= 1
-            self.it.slots.unread[work.planned.slots[draws > 0]] -= draws[draws > 0]
+            self.it.slots.steps[work.planned.slots] -= draws > 0
+            self.it.slots.unread[work.planned.slots] -= draws
             for place, sequence in work.prompts:
                 computed[sequence.id] = int(work.planned.num_tokens[place])
                 if draws[place]:

@@ -22,9 +22,8 @@ def problem(seed, B, columns, page_size, *, one_token=False, padding=0.3, most=9
     rng = random.Random(seed)
     S, longest = B + 3, columns.pages * page_size
     words = torch.randint(-(1 << 31), 1 << 31, (S, columns.words), generator=torch.Generator().manual_seed(seed)).int()
-    head = words[:, : table.NEXT_TOKENS]
     settings = torch.rand(S, len(COLUMNS), generator=torch.Generator().manual_seed(seed))
-    head[:, table.TEMPERATURE :][:, : len(COLUMNS)] = settings.view(torch.int32)
+    words[:, table.TEMPERATURE : table.SEED] = settings.view(torch.int32)
     words[:, table.NEXT_TOKENS : table.NEXT_TOKENS + 1 + columns.drafts] &= 0x3FF
     words[::3, table.NEXT_TOKENS + 1 : table.NEXT_TOKENS + min(2, 1 + columns.drafts)] = -1  # a draft that is no token
     rows, tokens, slots = [], 0, rng.sample(range(S), S)
@@ -76,15 +75,13 @@ def check_derive(case, garbage, device, *, extra=(5, 3, 2), **options):
     B, columns, page_size, one_token = case
     words, step, (T, R, Q) = problem(B + columns.drafts, B, columns, page_size, one_token=one_token, **options)
     sizes = ((B if one_token else T) + extra[0], R + extra[1], Q + extra[2])
-    theirs, settings = garbage(columns, B, *sizes)
-    ours, our_settings = garbage(columns, B, *sizes, device=device)
+    (theirs, settings), (ours, draws) = garbage(columns, B, *sizes), garbage(columns, B, *sizes, device=device)
     larger = torch.full((columns.groups, B + 2, columns.pages), -77, dtype=torch.int32, device=device)
     ours = ours._replace(block_tables=larger[:, :B])
     own_words = words.clone().to(device)
     table.derive(words, columns, step, theirs, settings, page_size, 13, one_token=one_token)
-    kernels.derive(own_words, columns, on(device, step), ours, our_settings, page_size, 13, one_token=one_token)
-    names = (*StepTensors._fields, *settings._fields)
-    for name, mine, wanted in zip(names, (*ours, *our_settings), (*theirs, *settings), strict=True):
+    kernels.derive(own_words, columns, on(device, step), ours, draws, page_size, 13, one_token=one_token)
+    for name, mine, wanted in zip((*StepTensors._fields, *settings._fields), (*ours, *draws), (*theirs, *settings), strict=True):
         assert torch.equal(mine.cpu(), wanted), name
     assert torch.equal(own_words.cpu(), words)
     assert bool((larger[:, B:] == -77).all())
