@@ -52,7 +52,7 @@ def _replay(engine: Engine, batch_size: int, context_len: int, repeats: int) -> 
         plan = plan_step(
             Work(planned, slots.epochs[planned.slots], list(enumerate(sequences))), slots, runner.columns, engine._vocab_size
         )
-        graphs, bucket = runner._graphs, None if runner._graphs is None else runner._buckets.find(plan)
+        graphs, bucket = runner._graphs, None if runner.buckets is None else runner.buckets.find(plan)
         if graphs is None or bucket is None:
             what = "there is no CUDA graph to time; it needs a GPU and every layer on Triton"
             raise UnsupportedError(what, where="replay_times", found=f"device {engine._device}")

@@ -235,7 +235,7 @@ class _LoopPort:
 
     def submit(self, requests: Sequence[Request], sink: Sink) -> None:
         for request in requests:  # first, so that an interrupt leaves no request that `abort` does not know
-            self._sinks.add(request.id, sink)
+            self._sinks[request.id] = sink
         self._thread.submit(requests, self)
 
     def abort(self, request_ids: Sequence[int]) -> None:

@@ -81,15 +81,15 @@ def read_json(path: Path, *, limit: int, error: type[MinirtError]) -> dict[str, 
     return parse_json(read_text(path, limit=limit, error=error), path, error=error)
 
 
-def parse_json(text: str, path: Path, *, error: type[MinirtError]) -> dict[str, Any]:
+def parse_json(text: str, path: Path | str, *, error: type[MinirtError], hint: str = _HINT) -> dict[str, Any]:
     """The JSON object in `text`, the content of the file `path`. A key that an object repeats is an error at any depth."""
     try:
         value = json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as cause:
         what = "nested too deeply" if isinstance(cause, RecursionError) else cause
-        raise error(f"is not readable JSON: {what}", where=path, hint=_HINT) from cause
+        raise error(f"is not readable JSON: {what}", where=path, hint=hint) from cause
     if not isinstance(value, dict):
-        raise error("is not a JSON object", where=path, found=type(value).__name__, hint=_HINT)
+        raise error("is not a JSON object", where=path, found=type(value).__name__, hint=hint)
     return value
 
 

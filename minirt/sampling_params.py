@@ -98,13 +98,15 @@ class SamplingParams(Settings):
         "Divisor of the logits; 0 is greedy.", check=Number(0, note="0 is greedy"), file="temperature", unset=0.0, acts="draws",
         elsewhere={"llama.cpp": "temp"})
     top_k: int | None = setting(
-        "Keep the k most probable tokens; 0 (or -1) is off.", check=_top_k, file="top_k", unset=0, acts="draws", scope="filter")
+        "Keep the k most probable tokens; 0 (or -1) is off.", check=_top_k, file="top_k", unset=0, acts="draws", scope="filter",
+        column=int)
     top_p: float | None = setting(
         "Keep the most probable tokens up to this probability mass; 1 is off.",
-        check=Number(0, 1, "1 is off", open_low=True), file="top_p", unset=1.0, acts="draws", scope="filter")
+        check=Number(0, 1, "1 is off", open_low=True), file="top_p", unset=1.0, acts="draws", scope="filter",
+        column=float)
     min_p: float | None = setting(
         "Keep tokens at least this probable, relative to the most probable token; 0 is off.",
-        check=Number(0, 1, "0 is off"), file="min_p", unset=0.0, acts="draws", scope="filter")
+        check=Number(0, 1, "0 is off"), file="min_p", unset=0.0, acts="draws", scope="filter", column=float)
     seed: int | None = setting(
         "Seed of the draws.", option_help="Seed of sampling (and of random weights).", unset=0, acts="draws",
         check=Integer(0, 2**64 - 1, text="an integer from 0 to 2**64 - 1"),
@@ -208,7 +210,7 @@ OF_SAMPLING = {name: f"params=SamplingParams({name}=…)" for name in _SETTINGS}
 _DEFAULTS = {name: r.unset if r.default is None else r.default for name, r in _SETTINGS.items() if name != "n"}
 _IN_FILE = {name: record.file for name, record in _SETTINGS.items() if record.file}
 _OF_DRAWS = [name for name, record in _SETTINGS.items() if record.acts == "draws"]
-FILTERS = [name for name, record in _SETTINGS.items() if record.scope == "filter"]
+FILTERS = {name: record for name, record in _SETTINGS.items() if record.column is not None}  # of probabilities
 _OF_LOGITS = [name for name, record in _SETTINGS.items() if record.acts == "logits"]
 
 

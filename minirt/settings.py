@@ -40,6 +40,7 @@ class Setting(NamedTuple):
         engine: whether `Generator` takes it beside a loaded model.
         file: its name in generation_config.json.
         unset: the value if it is not set.
+        column: float or int: the type of its column in the table of slots, if it has one; `unset` is off.
         acts: what it changes: "draws" (only if tokens are drawn), "logits", or "text".
         request: whether it is a field of the HTTP APIs.
         most: entries that a request may list.
@@ -61,6 +62,7 @@ class Setting(NamedTuple):
     engine: bool = False
     file: str | None = None
     unset: Any = None
+    column: type | None = None
     acts: str = "text"
     request: bool = True
     most: int | None = None

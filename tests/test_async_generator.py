@@ -19,7 +19,6 @@ import torch
 from engine.test_engine import VOCAB, Mock, undisturbed
 
 from minirt import AsyncGenerator, Generator, SamplingParams
-from minirt.engine.engine_thread import _Call
 from minirt.errors import ContextLengthError, EngineError, InputError, SlowReaderError
 from minirt.modeling.plan import Plan
 from minirt.step.kv_cache import PAGE_SIZE, PagesSpec
@@ -245,7 +244,7 @@ def test_a_loop_that_is_closed(generator, woken):
     loop.run_until_complete(anext(pieces))
     if woken:
         delivered: Future = Future()
-        generator._engine._put(_Call(lambda _: None, delivered))  # carried out behind the next step
+        generator._engine._put_call(lambda _: None, delivered)  # carried out behind the next step
         permits.release()
         delivered.result(20)
     loop.close()

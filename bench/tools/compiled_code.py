@@ -133,11 +133,11 @@ def _launch_model(name: str, cc: int, lists: _Lists) -> None:
     from minirt.engine.limits import EngineLimits
     from minirt.engine.runner import Runner
     from minirt.errors import UnsupportedError
+    from minirt.kernels.sampling.batch import SamplingBatch
     from minirt.layers.base import implementation
     from minirt.loading import load
     from minirt.loading.options import LoadOptions
     from minirt.loading.resolve import pick_dtype, pick_kv_dtype
-    from minirt.sampling_params import SamplingParams
     from minirt.step.kv_cache import KVCache
 
     preset, quantization, kv_dtype = [*name.split(":"), "", ""][:3]
@@ -173,10 +173,11 @@ def _launch_model(name: str, cc: int, lists: _Lists) -> None:
     model.dry_run = labelled  # type: ignore[method-assign]
     lists.use = f"{name}, sampling"
     runner.launch_all(model)
-    for bucket in runner._buckets.all():  # greedy steps sample from the row maxima of their CUDA graphs
+    # Greedy steps sample from the row maxima of their CUDA graphs.
+    for bucket in [] if runner.buckets is None else runner.buckets.all():
         row_maxima = runner._static(bucket)[1].row_maxima
         if row_maxima is not None:
-            runner._sample(SamplingParams(temperature=0.0), row_maxima.values[:1])
+            runner._sample(SamplingBatch.variants(cpu)[0], row_maxima.values[:1])
 
 
 def _fewest_layers(config: Any) -> int:

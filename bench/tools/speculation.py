@@ -46,8 +46,8 @@ def force(generator: Generator, rate: float) -> None:
     stages = runner._stages
     draw = stages.draw
 
-    def forced(logits: Tensor, row_maxima: Any, step: Any, plan: Any, proposed: Tensor | None = None) -> Any:
-        drawn, packed = draw(logits, row_maxima, step, plan, proposed)
+    def forced(logits: Tensor, row_maxima: Any, step: Any, settings: Any, plan: Any, proposed: Tensor | None = None) -> Any:
+        drawn, packed = draw(logits, row_maxima, step, settings, plan, proposed)
         if proposed is not None and plan.num_draws > len(plan.sequences):
             counts = plan.sequences.num_draws
             slots = np.repeat(plan.sequences.slots, counts)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from minirt.kernels.launch import cdiv
 from minirt.kernels.prepared import prepared
+from minirt.kernels.sampling.batch import SamplingBatch
 
 BLOCK_V = 2048
 _BINS = tl.constexpr(16)
@@ -30,17 +31,6 @@ _LEAST = tl.constexpr(2.0**-40)  # lighter tokens have no mass
 # and weight, and the weight of the lightest token that top-p may keep.
 NUM_FACTS, TOP, SPREAD, WINNER_LOGIT, WINNER_WEIGHT, LIGHTEST = (tl.constexpr(i) for i in (5, 0, 1, 2, 3, 4))
 MOST_ROWS = 32  # of a list, that programs work on at a time
-
-
-class Rows(NamedTuple):
-    """The sampling settings of B rows, each [B]. None: no row asks for it; a temperature of None: all rows are greedy."""
-
-    temperature: Tensor | None
-    top_k: Tensor | None
-    top_p: Tensor | None
-    min_p: Tensor | None
-    seed: Tensor
-    step: Tensor
 
 
 class Buffers(NamedTuple):
@@ -346,7 +336,7 @@ def _smallest_key(candidates_ptr, count, target, BY_MASS: tl.constexpr, BLOCK: t
     return hi.to(tl.int32)
 
 
-def select(logits: Tensor, rows: Rows, w: Buffers, by_mass: bool) -> None:
+def select(logits: Tensor, rows: SamplingBatch, w: Buffers, by_mass: bool) -> None:
     """Store in `w.limits` the last key that top-k (with `by_mass`: top-p) keeps in each row of the list `w.unsettled`."""
     B, V = logits.shape
     grid, options = (cdiv(V, BLOCK_V), min(B, MOST_ROWS)), {"BY_MASS": by_mass, "BLOCK": BLOCK_V}

@@ -16,9 +16,6 @@ the eager sampler's in three cases: a sum of masses comes this close to top_p, a
 come this close in the race. All else is equal bit for bit.
 """
 
-from itertools import product
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -30,6 +27,7 @@ from minirt.kernels.attention.online_softmax import log2
 from minirt.kernels.checks import check_tensor
 from minirt.kernels.launch import cdiv, next_power_of_2
 from minirt.kernels.prepared import prepared
+from minirt.kernels.sampling.batch import DTYPES, SamplingBatch
 from minirt.kernels.sampling.filters import (
     BLOCK_V,
     LIGHTEST,
@@ -43,7 +41,6 @@ from minirt.kernels.sampling.filters import (
     TOP,
     WINNER_LOGIT,
     WINNER_WEIGHT,
-    Rows,
     SamplingWorkspace,
     after_top_k,
     greedy_token,
@@ -62,18 +59,6 @@ from minirt.kernels.sampling.filters import (
 CASES = [{"B": B, "V": V} for B, V in ((1, 17), (3, 1), (5, 1031), (2, 4099), (7, 2048))]
 
 MAX_VOCAB = 2**22  # the sum of this many masses, at most 2⁴⁰ each, fits in an int64
-
-
-class Variant(NamedTuple):
-    """What the sampling kernels are compiled for: the flags of `sample`."""
-
-    all_greedy: bool
-    any_top_k: bool
-    any_top_p: bool
-    any_min_p: bool
-
-
-VARIANTS = (Variant(True, False, False, False), *(Variant(False, *flags) for flags in product((False, True), repeat=3)))
 
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -302,29 +287,26 @@ def _greedy_kernel(row_maxima_ptr, out_ptr, SPLITS, stride, BLOCK_S: tl.constexp
 
 
 def sample(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, step: Tensor, *,
-    all_greedy: bool, any_top_k: bool, any_top_p: bool, any_min_p: bool, workspace: SamplingWorkspace | None = None,
-    out: Tensor | None = None, row_maxima: Tensor | None = None, check: bool = True,
+    logits: Tensor, rows: SamplingBatch, *, workspace: SamplingWorkspace | None = None, out: Tensor | None = None,
+    row_maxima: Tensor | None = None, check: bool = True,
 ) -> Tensor:  # fmt: skip
     """Draw one token for each row of `logits` [B, V] fp32 → [B] int64; -1 for a row with NaN or +inf, or only -inf.
 
     Takes 1 launch without filters; otherwise 3, plus 4 for top-k and 4 for top-p. Does not synchronize with the host.
 
     Args:
-        temperature, top_k, top_p, min_p, seed, step: tensors [B], as in `minirt.engine.sampler.SamplingBatch`.
-        all_greedy, any_top_k, any_top_p, any_min_p: as in `SamplingBatch`. A filter whose flag is False is not applied.
         workspace: scratch memory; allocated for this call if None.
         row_maxima: [B, P] int64 with any row stride: the largest logit in each of P tiles of a row, as an LM head stores them
             (`RowMaxima`). If all rows are greedy, the kernel reads only these.
     Raises:
         InputError: a wrong shape, dtype, device or stride; an empty vocabulary or one above 2²²; a workspace that is too small.
     """
+    all_greedy = rows.temperature is None
     if check:
         check_tensor("logits", logits, (None, None), torch.float32, logits.device)
-        floats = {"temperature": temperature, "top_p": top_p, "min_p": min_p}
-        longs = {"seed": seed, "step": step} | ({} if out is None else {"out": out})
-        for dtype, tensors in ((torch.float32, floats), (torch.int32, {"top_k": top_k}), (torch.int64, longs)):
-            for name, tensor in tensors.items():
+        columns = zip((*rows._fields, "out"), (*rows, out), (*DTYPES, torch.int64), strict=True)
+        for name, tensor, dtype in columns:
+            if tensor is not None:
                 check_tensor(name, tensor, (logits.shape[0],), dtype, logits.device)
         given = None if row_maxima is None else (row_maxima.dtype, row_maxima.ndim, len(row_maxima), row_maxima.stride(-1))
         if row_maxima is not None and given != (torch.int64, 2, len(logits), 1):
@@ -352,15 +334,14 @@ def sample(
         return out
     w, splits = workspace.buffers, cdiv(V, BLOCK_V)
     sizes = {"BLOCK": BLOCK_V, "BLOCK_S": next_power_of_2(splits)}
-    unfiltered = Rows(None if all_greedy else temperature, None, None, None, seed, step)
-    _race_kernel[(splits, B)](logits, unfiltered, w, out, V, FILTERED=False, **sizes)
-    if not all_greedy and (any_top_k or any_top_p or any_min_p):
-        filters = (top_k if any_top_k else None, top_p if any_top_p else None, min_p if any_min_p else None)
-        rows = Rows(temperature, *filters, seed, step)
-        _check_kernel[(splits if any_top_k or any_top_p else 1, B)](logits, rows, w, V, BLOCK=BLOCK_V)
-        for by_mass, wanted in ((False, any_top_k), (True, any_top_p)):
-            if wanted:
-                select(logits, rows, w, by_mass)
+    _race_kernel[(splits, B)](logits, rows.needed(()), w, out, V, FILTERED=False, **sizes)
+    if rows.filtered:
+        by_count, by_mass = rows.top_k is not None, rows.top_p is not None
+        _check_kernel[(splits if by_count or by_mass else 1, B)](logits, rows, w, V, BLOCK=BLOCK_V)
+        if by_count:
+            select(logits, rows, w, by_mass=False)
+        if by_mass:
+            select(logits, rows, w, by_mass=True)
         _race_kernel[(splits, min(B, MOST_ROWS))](logits, rows, w, out, V, FILTERED=True, **sizes)
     return out
 

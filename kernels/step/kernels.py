@@ -14,14 +14,14 @@ from torch import Tensor
 
 from minirt.kernels.launch import cdiv, next_power_of_2
 from minirt.kernels.prepared import compile_time, prepared
+from minirt.kernels.sampling.batch import COLUMNS, SamplingBatch
 from minirt.kernels.sampling.filters import LOWEST, greedy_token
 from minirt.kernels.step import table as words
 from minirt.kernels.step.table import Columns, Rows, StepTensors
 
 _NUM_CACHED, _NUM_NEXT, _FINAL_LEN = map(tl.constexpr, (words.NUM_CACHED, words.NUM_NEXT, words.FINAL_LEN))
 _PROMPT_LEN, _LOGPROBS, _SEED = map(tl.constexpr, (words.PROMPT_LEN, words.LOGPROBS, words.SEED))
-_TEMPERATURE, _TOP_K = map(tl.constexpr, (words.TEMPERATURE, words.TOP_K))
-_TOP_P, _MIN_P = map(tl.constexpr, (words.TOP_P, words.MIN_P))
+_TEMPERATURE, _COLUMNS = map(tl.constexpr, (words.TEMPERATURE, len(COLUMNS)))
 _NEXT_TOKENS, _RULED, _MATCHED = map(tl.constexpr, (words.NEXT_TOKENS, words.RULED, words.MATCHED))
 _EDITING = 32  # programs that apply edits
 _EDIT_BLOCK = 1024  # words that a program writes at a time
@@ -124,7 +124,7 @@ def _copy_pages(table_ptr, rows, out, group_stride, b, B, group, C):
 
 
 @triton.jit
-def _pad(out, first_token, first_logits, first_draw, T, R, Q, part, parts, C):
+def _pad(out, settings, first_token, first_logits, first_draw, T, R, Q, part, parts, C):
     """Every n-th block of what is behind the last token, row of logits and draw."""
     index = tl.arange(0, C.BLOCK)
     for at in range(first_token + part * C.BLOCK, T, parts * C.BLOCK):
@@ -142,23 +142,20 @@ def _pad(out, first_token, first_logits, first_draw, T, R, Q, part, parts, C):
         tl.store(out.draw_slots + draw, -1, mask=inside)
         tl.store(out.draw_logprobs + draw, -1, mask=inside)
         tl.store(out.draw_drafts + draw, 0, mask=inside)
-        tl.store(out.temperature + draw, 0.0, mask=inside)
-        tl.store(out.top_k + draw, 0, mask=inside)
-        tl.store(out.top_p + draw, 0.0, mask=inside)
-        tl.store(out.min_p + draw, 0.0, mask=inside)
-        tl.store(out.seed + draw, 0, mask=inside)
-        tl.store(out.step + draw, 0, mask=inside)
+        for column in tl.static_range(len(settings)):
+            tl.store(settings[column] + draw, 0, mask=inside)
 
 
 @triton.jit
-def _derive_rest(table_ptr, rows, out, b, B, T, R, Q, part, parts, C):
+def _derive_rest(table_ptr, rows, out, settings, b, B, T, R, Q, part, parts, C):
     """What is no page: of a sequence, or the padding, if b = B. Part 0 has what is no token."""
     slot, going_on, start, count, logits, draws = _sequences(table_ptr, rows, b, B, C)
     valid, row_ptr = slot >= 0, table_ptr + slot.to(tl.int64) * C.WORDS
     # Loads come before the sums, and the sums' first block before their loop, so that the memory's latencies overlap.
     prompt_len, logprobs = tl.load(row_ptr + _PROMPT_LEN, mask=valid), tl.load(row_ptr + _LOGPROBS, mask=valid)
-    temperature, top_k = tl.load(row_ptr + _TEMPERATURE, mask=valid), tl.load(row_ptr + _TOP_K, mask=valid)
-    top_p, min_p = tl.load(row_ptr + _TOP_P, mask=valid), tl.load(row_ptr + _MIN_P, mask=valid)
+    values = ()
+    for column in tl.static_range(_COLUMNS):
+        values += (tl.load(row_ptr + _TEMPERATURE + column, mask=valid),)
     low, high = tl.load(row_ptr + _SEED, mask=valid), tl.load(row_ptr + _SEED + 1, mask=valid)
     ruled = tl.load(row_ptr + _RULED, mask=valid)
     first_token, first_given, first_split, first_logits, first_draw = _sums(table_ptr, rows, 0, b, C)
@@ -172,7 +169,7 @@ def _derive_rest(table_ptr, rows, out, b, B, T, R, Q, part, parts, C):
         tl.store(out.query_starts + b, first_token)
         tl.store(out.split_starts + b, first_split)
     if b == B:
-        _pad(out, first_token, first_logits, first_draw, T, R, Q, part, parts, C)
+        _pad(out, settings, first_token, first_logits, first_draw, T, R, Q, part, parts, C)
     else:
         index = tl.arange(0, C.BLOCK)
         num_following = tl.where(going_on, count, 0)
@@ -211,23 +208,22 @@ def _derive_rest(table_ptr, rows, out, b, B, T, R, Q, part, parts, C):
                 tl.store(out.draw_slots + draw, tl.where(ruled > 0, slot, -1), mask=inside)
                 tl.store(out.draw_logprobs + draw, logprobs, mask=inside)
                 tl.store(out.draw_drafts + draw, offset, mask=inside)
-                tl.store(out.temperature + draw, temperature.to(tl.float32, bitcast=True), mask=inside)
-                tl.store(out.top_k + draw, top_k, mask=inside)
-                tl.store(out.top_p + draw, top_p.to(tl.float32, bitcast=True), mask=inside)
-                tl.store(out.min_p + draw, min_p.to(tl.float32, bitcast=True), mask=inside)
-                tl.store(out.seed + draw, seed, mask=inside)
-                tl.store(out.step + draw, step + offset, mask=inside)
+                for column in tl.static_range(_COLUMNS):
+                    to_ptr = settings[column] + draw
+                    tl.store(to_ptr, values[column].to(to_ptr.dtype.element_ty, bitcast=True), mask=inside)
+                tl.store(settings.seed + draw, seed, mask=inside)
+                tl.store(settings.step + draw, step + offset, mask=inside)
 
 
 @prepared
 @triton.jit(do_not_specialize=["group_stride", "B", "T", "R", "Q"])
-def _derive_kernel(table_ptr, rows, out, group_stride, B, T, R, Q, C):
+def _derive_kernel(table_ptr, rows, out, settings, group_stride, B, T, R, Q, C):
     """For each sequence, one program for each page table, and the others for the rest; the last of these have the padding."""
     b, part = tl.program_id(0), tl.program_id(1)
     if part < C.GROUPS:
         _copy_pages(table_ptr, rows, out, group_stride, b, B, part, C)
     else:
-        _derive_rest(table_ptr, rows, out, b, B, T, R, Q, part - C.GROUPS, tl.num_programs(1) - C.GROUPS, C)
+        _derive_rest(table_ptr, rows, out, settings, b, B, T, R, Q, part - C.GROUPS, tl.num_programs(1) - C.GROUPS, C)
 
 
 @triton.jit
@@ -324,8 +320,9 @@ def edit_table(table: Tensor, edits: Tensor, values: Tensor, count: Tensor) -> N
 
 
 def derive(
-    table: Tensor, columns: Columns, rows: Rows, out: StepTensors, page_size: int, kv_split: int, *, one_token: bool
-) -> None:
+    table: Tensor, columns: Columns, rows: Rows, out: StepTensors, settings: SamplingBatch, page_size: int, kv_split: int, *,
+    one_token: bool
+) -> None:  # fmt: skip
     """`table.derive`, for tensors at multiples of 16 bytes: Triton compiles anew for each set of others.
 
     Args:
@@ -335,7 +332,8 @@ def derive(
     parts = 1 if one_token else max(1, min(cdiv(T, _BLOCK), _MOST_PARTS))
     R, Q, group_stride = out.logits_indices.shape[0], out.draw_rows.shape[0], out.block_tables.stride(0)
     C = _constants(columns, page_size, kv_split, one_token)
-    _derive_kernel[(B + 1, columns.groups + parts)](table, rows, out, group_stride, B, T, R, Q, C, num_warps=4, num_stages=1)
+    grid = B + 1, columns.groups + parts
+    _derive_kernel[grid](table, rows, out, settings, group_stride, B, T, R, Q, C, num_warps=4, num_stages=1)
 
 
 def commit(table: Tensor, columns: Columns, rows: Rows, seq_lens: Tensor, drawn: Tensor, result: Tensor) -> None:

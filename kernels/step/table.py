@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from minirt.kernels.sampling.batch import COLUMNS, SamplingBatch
+
 # The first words of a row. Numbers of tokens count from the beginning of the sequence.
 NUM_CACHED = 0  # tokens whose KV values are cached
 NUM_NEXT = 1  # number of its next tokens; 0: it yields no more tokens, because it has its last one or drew none
@@ -21,12 +23,12 @@ FINAL_LEN = 2  # tokens of the sequence at its end
 PROMPT_LEN = 3  # tokens of its prompt
 ADAPTER = 4  # of its weights; −1: none
 LOGPROBS = 5  # number of most probable tokens to list for each token; −1: no log-probabilities
-TEMPERATURE, TOP_K, TOP_P, MIN_P = 6, 7, 8, 9  # fp32, int32, fp32, fp32; as in `SamplingBatch`
-SEED = 10  # two words, low half first
-RULED = 12  # 1 if it has rules for its logits (`LogitsProcessors`), else 0
-MATCHED = 13  # what its drafts rest on: the length of an n-gram match, or another measure; 0: it has no drafts
+TEMPERATURE = 6  # fp32; the filters follow, fp32 or int32, in the order of `SamplingBatch`
+SEED = TEMPERATURE + len(COLUMNS)  # two words, low half first
+RULED = SEED + 2  # 1 if it has rules for its logits (`LogitsProcessors`), else 0
+MATCHED = RULED + 1  # what its drafts rest on: the length of an n-gram match, or another measure; 0: it has no drafts
 # The first of its next tokens; drafts follow. With drafts, also in the middle of a prompt: the token after the computed ones.
-NEXT_TOKENS = 14
+NEXT_TOKENS = MATCHED + 1
 
 MAX_SNAPSHOTS = 2  # of states, that a step stores of a sequence
 
@@ -103,7 +105,6 @@ class StepTensors(NamedTuple):
         draw_slots: [Q] int32, the slot of each draw, if it has rules; −1 without, and for padding.
         draw_logprobs: [Q] int32; −1 for padding.
         draw_drafts: [Q] int32, how many drafts of its sequence come before each draw; 0 for padding.
-        temperature, top_k, top_p, min_p, seed, step: [Q], as in `SamplingBatch`.
     """
 
     tokens: Tensor
@@ -120,12 +121,6 @@ class StepTensors(NamedTuple):
     draw_slots: Tensor
     draw_logprobs: Tensor
     draw_drafts: Tensor
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seed: Tensor
-    step: Tensor
 
 
 def array(tensor: Any) -> np.ndarray:
@@ -149,17 +144,17 @@ def edit_table(table: Tensor, edits: Tensor, values: Tensor) -> None:
 
 
 def derive(
-    table: Tensor, columns: Columns, rows: Rows, out: StepTensors, page_size: int, kv_split: int, *, one_token: bool,
-    settings: bool = True
+    table: Tensor, columns: Columns, rows: Rows, out: StepTensors, settings: SamplingBatch | None, page_size: int,
+    kv_split: int, *, one_token: bool
 ) -> None:  # fmt: skip
-    """Write the input of a step to `out`. If its sizes are larger, the rest is padding.
+    """Write the input of a step to `out` and `settings`. If their sizes are larger, the rest is padding.
 
     A sequence that goes on with the next tokens of its slot has at most FINAL_LEN − 1 − NUM_CACHED of them, and always one: if it
     yields no more tokens, the step computes one token again, which changes nothing that is read.
 
     Args:
+        settings: of Q draws. None: neither they nor what `out` has for each draw are needed.
         one_token: each sequence has one token, in the row of its index, padding too. Otherwise the tokens are without gaps.
-        settings: whether `out` needs what it has for each draw.
     """
     words, to = array(table), arrays(out)
     slots, starts, counts, logits, draws, given = arrays(rows)
@@ -186,7 +181,7 @@ def derive(
         place = columns.page_tables + group * columns.pages
         pages = words[np.maximum(slots, 0), place : place + inside.shape[1]]
         np.copyto(to.block_tables[group, :, : inside.shape[1]], pages, where=inside)
-    if one_token and valid.all() and T == R == B and not settings:  # as in most steps of a CPU
+    if one_token and valid.all() and T == R == B and settings is None:  # as in most steps of a CPU
         page = words[slots, columns.page_tables + start // page_size].astype(np.int64)
         to.positions[:], to.slots[:] = start, page * page_size + start % page_size
         to.tokens[:], to.logits_indices[:] = head[:, NEXT_TOKENS], first
@@ -214,21 +209,22 @@ def derive(
     if len(b) < R:
         to.logits_indices[:] = np.minimum(np.arange(R), T - 1)
     to.logits_indices[: len(b)] = np.minimum((last - np.minimum(logits, count))[b] + offset, last[b] - 1)
-    if not settings:
+    if settings is None:
         return
     b, offset = (b, offset) if (draws == logits).all() else _expanded(draws)
-    of_draw, drawn = head[b], len(b)
+    to_settings, of_draw, drawn = arrays(settings), head[b], len(b)
     if drawn < Q:
         to.draw_rows[:] = np.arange(Q)
-        for target, padding in zip(to[to._fields.index("draw_slots") :], (-1, -1, 0, 0, 0, 0, 0, 0, 0), strict=True):
-            target[drawn:] = padding
+        to.draw_slots[drawn:], to.draw_logprobs[drawn:] = -1, -1
+        for column in (to.draw_drafts, *to_settings):
+            column[drawn:] = 0
     to.draw_rows[:drawn] = (logits.cumsum() - draws)[b] + offset
     to.draw_slots[:drawn], to.draw_logprobs[:drawn] = np.where(of_draw[:, RULED] > 0, slots[b], -1), of_draw[:, LOGPROBS]
     to.draw_drafts[:drawn] = offset
-    for target, column in ((to.temperature, TEMPERATURE), (to.top_k, TOP_K), (to.top_p, TOP_P), (to.min_p, MIN_P)):
-        target.view(np.int32)[:drawn] = of_draw[:, column]
-    to.seed.view(np.int32).reshape(-1, 2)[:drawn] = of_draw[:, SEED : SEED + 2]
-    to.step[:drawn] = (length - np.minimum(draws, count) + 1)[b] + offset - of_draw[:, PROMPT_LEN]
+    for word, column in enumerate(to_settings[: len(COLUMNS)], TEMPERATURE):
+        column.view(np.int32)[:drawn] = of_draw[:, word]
+    to_settings.seed.view(np.int32).reshape(-1, 2)[:drawn] = of_draw[:, SEED : SEED + 2]
+    to_settings.step[:drawn] = (length - np.minimum(draws, count) + 1)[b] + offset - of_draw[:, PROMPT_LEN]
 
 
 def _expanded(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -5,11 +5,8 @@ the GPU then takes longer than the host. One CUDA graph serves every context len
 buffers, and grid sizes are upper bounds.
 """
 
-from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
-from minirt.engine.draft_lengths import draft_sizes
 from minirt.engine.limits import EngineLimits
 from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.kernels.regimes import Axis, next_end, operations
@@ -69,6 +66,11 @@ def token_bucket(count: int) -> int:
     return size if count <= 16 else min(size, _regime_end(count, size, "tokens"))
 
 
+def draft_sizes(most: int) -> list[int]:
+    """The numbers of drafts, beside 0, that a step verifies: powers of two, and the most."""
+    return sorted({min(1 << i, most) for i in range(most.bit_length())} | ({most} if most else set()))
+
+
 def max_prompt_tokens(flops: float) -> int:
     """Tokens of the largest step with prompts that has a CUDA graph. `flops`: of a token, in a residual layer on average."""
     return MAX_PROMPT_TOKENS_SMALL if flops <= SMALL_LAYER else MAX_PROMPT_TOKENS
@@ -79,43 +81,28 @@ def _regime_end(count: int, most: int, axis: Axis) -> int:
     return min((end for end in ends if end is not None), default=most)
 
 
-@dataclass(frozen=True)
 class Buckets:
     """The buckets of an engine.
 
     Args:
         limits: of the engine.
         max_prompt_tokens: tokens of the largest step with prompts that has a CUDA graph.
+
+    Attributes:
+        max_seqs, max_tokens: sizes of the largest bucket of sequences, and of tokens of steps with prompts.
+        max_logits: rows of logits of the bucket that has most.
     """
 
-    limits: EngineLimits
-    max_prompt_tokens: int = MAX_PROMPT_TOKENS
-
-    @cached_property
-    def _batches(self) -> list[int]:
-        """The bucket of each number of sequences."""
-        return [batch_bucket(max(1, count)) for count in range(self.limits.max_num_seqs + 1)]
-
-    @cached_property
-    def _tokens(self) -> list[int]:
-        """The bucket of each number of tokens."""
-        return [token_bucket(max(1, count)) for count in range(self.max_tokens + 1)]
-
-    @cached_property
-    def max_seqs(self) -> int:
-        """Number of sequences of the largest bucket."""
-        return batch_bucket(self.limits.max_num_seqs)
-
-    @cached_property
-    def max_logits(self) -> int:
-        """Rows of logits of the bucket that has most."""
-        return max(bucket.num_logits for bucket in self.all())
-
-    @cached_property
-    def _draft_sizes(self) -> dict[int, list[int]]:
-        """For each bucket of sequences, the numbers of drafts that have a CUDA graph."""
-        sizes, rows = draft_sizes(self.limits.max_drafts), self.limits.max_logits_rows
-        return {seqs: [size for size in sizes if seqs * (1 + size) <= rows] for seqs in {*self._batches}}
+    def __init__(self, limits: EngineLimits, max_prompt_tokens: int = MAX_PROMPT_TOKENS) -> None:
+        self.limits, self.max_seqs, sizes = limits, batch_bucket(limits.max_num_seqs), draft_sizes(limits.max_drafts)
+        self.max_tokens = min(max_prompt_tokens, token_bucket(limits.max_num_batched_tokens))
+        # The bucket of each number of sequences, and of tokens; for each bucket of sequences, the numbers of drafts with a graph.
+        self._batches = [batch_bucket(max(1, count)) for count in range(limits.max_num_seqs + 1)]
+        self._tokens = [token_bucket(max(1, count)) for count in range(self.max_tokens + 1)]
+        self._draft_sizes = {
+            seqs: [size for size in sizes if seqs * (1 + size) <= limits.max_logits_rows] for seqs in {*self._batches}
+        }
+        self.max_logits = max(bucket.num_logits for bucket in self.all())
 
     def drafting(self, seqs: int, tokens: int) -> Bucket | None:
         """The bucket of a decode step of `seqs` sequences with `tokens` tokens together; None: there is none."""
@@ -125,11 +112,6 @@ class Buckets:
         if tokens <= seqs:
             return Bucket(padded)
         return next((Bucket(padded, drafts=k) for k in self._draft_sizes[padded] if padded * (1 + k) >= tokens), None)
-
-    @cached_property
-    def max_tokens(self) -> int:
-        """Number of tokens of the largest bucket of steps with prompts."""
-        return min(self.max_prompt_tokens, token_bucket(self.limits.max_num_batched_tokens))
 
     def all(self) -> list[Bucket]:
         """Every bucket, largest first, so that smaller CUDA graphs reuse the memory pool of larger ones."""

@@ -1,7 +1,7 @@
 """`Collector`: appends the tokens of a step to its sequences, and makes the outputs for callers.
 
 What is the same for all running sequences is done on the arrays of `HostSlots`. Python handles a sequence by itself when it ends,
-was preempted, or has a reader, a constraint or log-probabilities.
+or has a reader, a constraint or log-probabilities. The tokens of a sequence that was preempted since are drawn again later.
 """
 
 import time
@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping
 import torch
 
 from minirt.engine.draft_lengths import DraftLengths
-from minirt.engine.failures import no_token
+from minirt.engine.logits_processors import unpacked
 from minirt.engine.request import TokenLogprobs, TokenOutput
 from minirt.engine.runner import StepResult
 from minirt.engine.scheduler import Scheduler, Work
 from minirt.engine.sequence import Sequence
 from minirt.engine.slots import Reason
-from minirt.engine.token_constraints import TokenConstraints
+from minirt.engine.token_constraints import ConstrainedRows, TokenConstraints
+from minirt.errors import InputError, MinirtError, NumericsError
 
 Deliver = Callable[[list[TokenOutput]], None]
 _FINISH_REASONS: dict[int, str | None] = {Reason.RUNS: None, Reason.STOP: "stop", Reason.LENGTH: "length"}
@@ -58,8 +59,7 @@ class Collector:
         if self._drafts is not None and result.proposed is not None:
             self._drafts.read(drawing, draws, counts, tokens, result.proposed[rows])
         outputs = self._scores(result, work) if result.scored else []
-        now = time.perf_counter()
-        taken, reasons = slots.extend(drawing, counts, tokens, now)
+        taken, reasons = slots.extend(drawing, counts, tokens, time.perf_counter())
         self.num_generated += sum(taken.tolist())
         told = (slots.watched[drawing] | (reasons != Reason.RUNS)).nonzero()[0]
         if len(told):
@@ -68,12 +68,10 @@ class Collector:
             for slot, row, count, reason, new in zip(*[column.tolist() for column in columns], strict=True):
                 if (sequence := slots.sequences[slot]) is not None:
                     outputs += self._tell(sequence, new[:count], reason, result, work, row)
-        if len(rows) < len(planned):
-            for row in (~same & (planned.num_draws > 0)).nonzero()[0].tolist():
-                outputs += self._preempted(result, work, row, now)
         if deliver is not None and outputs:  # a thread that waits for them takes as long to wake up as the rest takes here
             deliver(outputs)
-        self._scheduler.read(drawing, draws)
+        slots.steps[drawing] -= 1
+        slots.unread[drawing] -= draws
         self._scheduler.register(drawing[reasons != Reason.NO_TOKEN])
         for place, sequence in work.prompts:
             if not planned.num_draws[place] and same[place] and sequence.slot >= 0:
@@ -134,15 +132,30 @@ class Collector:
             queue_time_s, None, times, drafted, accepted,
         )]  # fmt: skip
 
-    def _preempted(self, result: StepResult, work: Work, row: int, now: float) -> list[TokenOutput]:
-        """The tokens of a sequence that was preempted after the step had started. It goes on with them later."""
-        sequence = self._scheduler.away(int(work.planned.slots[row]), int(work.epochs[row]))
-        if sequence is None or self._requests.get(sequence.id) is not sequence:
-            return []
-        tokens = result.tokens[row, : result.counts[row]].tolist()
-        sequence.drafted = sequence.drafted[0] + len(tokens) - 1, sequence.drafted[1] + len(tokens) - 1
-        count, reason = sequence.append(tokens, now)
-        self.num_generated += count
-        if not sequence.watched and reason == Reason.RUNS:
-            return []
-        return self._tell(sequence, tokens[:count], reason, result, work, row)
+
+def no_token(sequence: Sequence, constraints: TokenConstraints | None, vocab: int) -> MinirtError:
+    """Why the sampler has drawn no token: the settings of the request leave none, or the logits are unusable.
+
+    Args:
+        constraints: of the engine.
+        vocab: number of token ids.
+    """
+    rules = sequence.rules
+    generated = sequence.tokens[sequence.prompt_len :].tolist()
+    left = set(range(vocab) if rules is None or rules.allowed is None else rules.allowed)
+    left -= set() if rules is None else rules.banned(generated)
+    if sequence.constraint is not None and constraints is not None:
+        mask = torch.zeros(1, -(-vocab // 32), dtype=torch.int32)
+        if failed := constraints.fill(mask, [ConstrainedRows(sequence.constraint)]):
+            return failed[0]
+        left.intersection_update(unpacked(mask, vocab)[0].nonzero().flatten().tolist())
+    place = f"generated token {len(generated)}"
+    if left:
+        remedy = "--check-weights finds damaged weights; --dtype float32 rules out overflow"
+        return NumericsError("the logits are NaN or +inf, or only -inf", where=place, hint=remedy)
+    masks = ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens")
+    names = [name for name in masks if getattr(sequence.sampling, name)]
+    grammar = names[:2] == ["structured_outputs", "allowed_token_ids"]
+    hint = "a grammar needs an end-of-sequence token, too" if grammar else None
+    expected = f"a token that fits {' and '.join(names)}"
+    return InputError("no token is left to draw", where=names[-1], expected=expected, found=f"none for {place}", hint=hint)

@@ -12,8 +12,8 @@ from minirt.errors import EngineError, MinirtError
 _WAIT_S = 0.005  # how long a step with nothing else to do waits
 
 
-class CompilingRequests:
-    """Open requests that are not in the scheduler yet. Its length is their number.
+class CompilingRequests(dict[int, "Future[TokenConstraint]"]):
+    """Open requests that are not in the scheduler yet, by id.
 
     Other threads compile, and announce what is done. So requests that are not done cost a step nothing.
 
@@ -23,11 +23,7 @@ class CompilingRequests:
 
     def __init__(self, constraints: TokenConstraints | None) -> None:
         self._constraints = constraints
-        self._futures: dict[int, Future[TokenConstraint]] = {}  # by request id
-        self._done = deque[int]()  # those in `_futures` that are done; other threads append
-
-    def __len__(self) -> int:
-        return len(self._futures)
+        self._done = deque[int]()  # those that are done; other threads append
 
     def add(self, sequence: Sequence, problem: MinirtError | None = None) -> bool:
         """Begin to compile the constraint of a new request. Returns False if it has none.
@@ -44,24 +40,19 @@ class CompilingRequests:
             future.set_exception(no_constraints())
         elif spec is not None:
             future = self._constraints.prepare(spec, sequence.ends, sequence.sampling.min_tokens)
-        self._futures[sequence.id] = future
+        self[sequence.id] = future
         return True
 
     def announce(self, request_id: int) -> None:
         """Have `done` yield a request once its constraint is there. Its request must be open by then."""
         done = self._done
-        self._futures[request_id].add_done_callback(lambda _: done.append(request_id))
-
-    @property
-    def any_done(self) -> bool:
-        """Whether `done` yields something."""
-        return bool(self._done)
+        self[request_id].add_done_callback(lambda _: done.append(request_id))
 
     def done(self) -> Iterator[tuple[int, TokenConstraint | MinirtError]]:
         """Requests whose compilation has ended, each with its constraint or its error. The caller removes them."""
         while self._done:
             request_id = self._done[0]
-            if (future := self._futures.get(request_id)) is not None:  # else it was aborted, or announced twice
+            if (future := self.get(request_id)) is not None:  # else it was aborted, or announced twice
                 error = future.exception()
                 if error is None:
                     yield request_id, future.result()
@@ -73,20 +64,19 @@ class CompilingRequests:
 
     def remove(self, request_id: int) -> bool:
         """Forget a request. Returns whether it was here; if so, its constraint is not compiled any more."""
-        future = self._futures.pop(request_id, None)
+        future = self.pop(request_id, None)
         if future is not None:
             future.cancel()
         return future is not None
 
     def keep(self, open_ids: Container[int]) -> None:
         """Forget all other requests, and announce these again. After an exception, at any line."""
-        self._futures = {request_id: future for request_id, future in self._futures.items() if request_id in open_ids}
-        for request_id in self._futures:
-            self.announce(request_id)
-
-    def __contains__(self, request_id: int) -> bool:
-        return request_id in self._futures
+        for request_id in tuple(self):
+            if request_id in open_ids:
+                self.announce(request_id)
+            else:
+                del self[request_id]
 
     def wait(self) -> None:
         """Wait a moment for one of them."""
-        wait(self._futures.values(), _WAIT_S, FIRST_COMPLETED)
+        wait(self.values(), _WAIT_S, FIRST_COMPLETED)

@@ -8,52 +8,17 @@ was verified, so that a choice of 0 is no dead end.
 Expected tokens for k drafts that are each right with probability a: 1 + a + … + aᵏ (Leviathan et al. 2023).
 """
 
-from typing import Protocol
-
 import numpy as np
 
+from minirt.engine.buckets import draft_sizes
 from minirt.engine.limits import EngineLimits
 from minirt.engine.request import DraftStats
 from minirt.engine.slots import HostSlots
+from minirt.engine.step_times import GraphTimes, OnlineStepTimes
 from minirt.errors import EngineError
 
 _PRIOR_RIGHT, _PRIOR_TRIALS = 1.2, 2.0  # of a sequence whose drafts were never compared
 _KEPT = 0.9  # of the evidence, with each step that adds to it
-
-
-def draft_sizes(most: int) -> list[int]:
-    """The numbers of drafts, beside 0, that a step verifies: powers of two, and the most."""
-    return sorted({min(1 << i, most) for i in range(most.bit_length())} | ({most} if most else set()))
-
-
-class StepTimes(Protocol):
-    """The times of steps in which all sequences decode."""
-
-    def seconds(self, seqs: int, tokens: int) -> float | None:
-        """Seconds for a step of `seqs` sequences and `tokens` tokens, or None if unknown."""
-
-
-class OnlineStepTimes:
-    """Step times from the steps that have run: a line over the number of tokens, fitted with less weight on older steps.
-
-    For a CPU, where a step has ended when `start` returns.
-    """
-
-    def __init__(self) -> None:
-        self._sums = np.zeros(5)  # of 1, tokens, tokens², seconds, tokens · seconds
-
-    def observe(self, tokens: int, seconds: float) -> None:
-        """A step with `tokens` tokens took `seconds`."""
-        self._sums = 0.98 * self._sums + (1, tokens, tokens * tokens, seconds, tokens * seconds)
-
-    def seconds(self, seqs: int, tokens: int) -> float | None:
-        count, x, xx, y, xy = self._sums.tolist()
-        spread = count * xx - x * x
-        # Nearly all steps had the same size: the weight of the others is too small for a line.
-        if spread <= 1e-2 * count * count:
-            return y / count if count and round(x / count) == tokens else None
-        slope = max(0.0, (count * xy - x * y) / spread)
-        return max(1e-9, (y - slope * x) / count + slope * tokens)
 
 
 class DraftLengths:
@@ -64,9 +29,10 @@ class DraftLengths:
         vocab: number of token ids.
     """
 
-    def __init__(self, limits: EngineLimits, slots: HostSlots, times: StepTimes | None, vocab: int) -> None:
+    def __init__(self, limits: EngineLimits, slots: HostSlots, times: GraphTimes | OnlineStepTimes | None, vocab: int) -> None:
         count, most = limits.max_num_seqs, limits.max_drafts
-        self.times, self._slots, self._sizes = times, slots, draft_sizes(most)
+        self.times: GraphTimes | OnlineStepTimes | None = times
+        self._slots, self._sizes = slots, draft_sizes(most)
         self._epochs, self._counts = np.full(count, -1, np.int64), np.zeros(count, np.int64)
         self._drafts, self._vocab = np.zeros((count, most), np.int32), vocab
         self._right, self._trials = np.zeros(count), np.zeros(count)

@@ -10,15 +10,15 @@ import time
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from types import TracebackType
 
 import numpy as np
 import torch
 
-from minirt.device import is_out_of_memory, peak_memory
+from minirt.device import is_device_failure, is_out_of_memory, peak_memory
 from minirt.engine.collector import Collector, Deliver
 from minirt.engine.compiling_requests import CompilingRequests
-from minirt.engine.draft_lengths import DraftLengths, OnlineStepTimes
-from minirt.engine.failures import DeviceErrors, out_of_memory, queue_full
+from minirt.engine.draft_lengths import DraftLengths
 from minirt.engine.limits import EngineLimits
 from minirt.engine.planning import plan_step
 from minirt.engine.prefix_cache import PrefixCacheStats
@@ -28,9 +28,33 @@ from minirt.engine.runner import ModelLike, ProgressCallback, Proposer, Runner, 
 from minirt.engine.sampling_stages import StepOutOfMemory
 from minirt.engine.scheduler import Scheduler, Work
 from minirt.engine.sequence import Sequence
+from minirt.engine.step_times import OnlineStepTimes
 from minirt.engine.token_constraints import ConstrainedRows, TokenConstraints
-from minirt.errors import ContextLengthError, MinirtError, UnsupportedError
+from minirt.errors import (
+    ContextLengthError,
+    DeviceFailedError,
+    MinirtError,
+    OutOfMemoryError,
+    QueueFullError,
+    UnsupportedError,
+)
 from minirt.step.kv_cache import KVCache
+
+
+class DeviceErrors:
+    """Context that turns errors of the GPU or its driver into a `DeviceFailedError`, and raises it again at every later use."""
+
+    failure: DeviceFailedError | None = None
+
+    def __enter__(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if isinstance(error, Exception) and is_device_failure(error):
+            hint = "start a new process; with CUDA_LAUNCH_BLOCKING=1 it names the call that failed"
+            self.failure = DeviceFailedError("the GPU failed", found=str(error).strip().splitlines()[0], hint=hint)
+            raise self.failure from error
 
 
 class Engine:
@@ -65,7 +89,7 @@ class Engine:
                 raise UnsupportedError(what, where="speculative", expected=expected, found=undoable)
             limits = replace(limits, max_drafts=proposer.max_drafts, keeps_history=proposer.needs_history)
         self._scheduler = Scheduler(cache, limits, prefix_cache)
-        self.checks = RequestChecks(vocab_size, lambda: self.max_len, self._scheduler.check_length, constraints)
+        self.checks = RequestChecks(vocab_size, self._scheduler, constraints)
         self._runner = Runner(
             model, cache, device, replace(limits, max_model_len=self.max_len), vocab_size=vocab_size, cuda_graphs=cuda_graphs,
             proposer=proposer, adaptive_drafts=adaptive_drafts,
@@ -203,9 +227,13 @@ class Engine:
             Exception: a layer or the engine itself failed. Call `recover` before the next step.
         """
         with self._device_errors:
-            outputs = self._add_compiled() if self._compiling.any_done else []
+            outputs = self._add_compiled() if self._compiling else []
             work = self._scheduler.schedule()
-            outputs += [self._fail(sequence.id, queue_full(self.limits.max_waiting)) for sequence in self._scheduler.refused()]
+            for sequence in self._scheduler.refused():
+                most, hint = self.limits.max_waiting, "try again later, or raise --max-waiting"
+                expected, before = f"at most {most}", f"{most} that came before"
+                full = QueueFullError("too many requests wait", expected=expected, found=before, hint=hint)
+                outputs.append(self._fail(sequence.id, full))
             while work is not None and (problem := self._start(work, outputs, deliver)) is not None:
                 tokens, slots = int(work.planned.num_tokens.sum()), work.planned.slots.tolist()
                 place = 0 if problem.slot is None else slots.index(problem.slot)
@@ -213,12 +241,14 @@ class Engine:
                 same = self._scheduler.slots.epochs[slot] == work.epochs[place]  # else it has ended while masks were filled
                 blamed = self._scheduler.slots.sequences[slot] if same else None
                 self._scheduler.failed(work)
-                # Steps in flight hold memory. And a preempted sequence must not run again with a pending token.
-                outputs += self._collect_to(0, deliver)
+                outputs += self._collect_to(0, deliver)  # steps in flight hold memory
                 if tokens == 1 or problem.slot is not None:
                     if blamed is not None and blamed in self._requests.values():
                         what = "a step of one token" if problem.slot is None else "a request's penalties, biases and masks"
-                        outputs.append(self._fail(blamed.id, out_of_memory(what, str(problem))))
+                        hint = "lower --kv-cache-memory or --max-num-seqs, to leave more for activations"
+                        message = str(problem).strip().partition("\n")[0]
+                        error = OutOfMemoryError(f"no memory left for {what}", found=message, hint=hint)
+                        outputs.append(self._fail(blamed.id, error))
                     if problem.slot is None:
                         break
                 else:
@@ -266,7 +296,7 @@ class Engine:
         # Work that the step's launch does not need.
         for _, sequence in work.prompts:
             self._scheduler.extend_keys(sequence)
-        if self._device.type == "cuda" and (work.prompts or not self._runner.cuda_graphs):  # other steps allocate nothing
+        if self._device.type == "cuda" and (work.prompts or self._runner.buckets is None):  # other steps allocate nothing
             self._peak_memory = peak_memory(self._device)
         return None
 

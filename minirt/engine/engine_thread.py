@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -28,28 +27,23 @@ _MOST_FRUITLESS = 3
 
 
 @dataclass(eq=False)
-class _Submit:
-    sink: Sink
-    requests: Sequence[Request]
+class _Command:
+    """What a caller asks of the engine's thread.
+
+    Args:
+        run: does it.
+        refuse: ends it after an exception: its caller gets an error.
+    """
+
+    run: Callable[[Engine], None]
+    refuse: Callable[[BaseException], None]
 
 
-@dataclass(eq=False)
-class _Abort:
-    request_ids: Sequence[int]
+def _nothing(_: Any) -> None:
+    pass
 
 
-@dataclass(eq=False)
-class _Call:
-    function: Callable[[Engine], Any]
-    result: Future
-
-
-class _Signal(Enum):
-    WAKE = 0
-    STOP = 1
-
-
-_Command = _Submit | _Abort | _Call | _Signal
+_WAKE, _STOP = _Command(_nothing, _nothing), _Command(_nothing, _nothing)
 
 
 class EngineThread:
@@ -114,16 +108,38 @@ class EngineThread:
     def wake(self) -> None:
         """Announce a command: a sleeping thread takes some 0.1 ms to wake up, which the caller can use."""
         if self._thread is not None and self._ended is None and not self._sinks:
-            self._inbox.put(_Signal.WAKE)
+            self._inbox.put(_WAKE)
 
     def submit(self, requests: Sequence[Request], sink: Sink) -> None:
         """See `Port`. The requests must have passed `check`. The sink's `put` runs in the engine's thread, once a step."""
-        self._put(_Submit(sink, requests))
+
+        def run(engine: Engine) -> None:
+            for request in requests:
+                self._sinks[request.id] = sink
+                engine.add(request)
+
+        def refuse(error: BaseException) -> None:
+            refused = [request.id for request in requests if self._engine is None or request.id not in self._engine]
+            for request_id in refused:
+                self._sinks[request_id] = sink
+            self._sinks.fail(refused, _for_request(error))
+
+        self._put(_Command(run, refuse))
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """See `Port`. Outputs that were delivered before may still be in the sink."""
+
+        def run(engine: Engine) -> None:
+            self._sinks.drop(request_ids)
+            for request_id in request_ids:
+                engine.abort(request_id)
+
+        def refuse(_: BaseException) -> None:  # an abort must not be lost
+            if self._engine is not None:
+                run(self._engine)
+
         with suppress(EngineError, DeviceFailedError):  # the thread has ended, and its requests with it
-            self._put(_Abort(request_ids))
+            self._put(_Command(run, refuse))
 
     def call(self, function: Callable[[Engine], T]) -> T:
         """Run `function(engine)` between two steps, after the commands that came before.
@@ -131,7 +147,7 @@ class EngineThread:
         Returns its result or raises its exception.
         """
         result: Future = Future()
-        self._put(_Call(function, result))
+        self._put_call(function, result)
         try:
             return result.result()
         finally:
@@ -146,7 +162,23 @@ class EngineThread:
 
         result: Future = Future()
         result.add_done_callback(deliver)
-        self._put(_Call(function, result))
+        self._put_call(function, result)
+
+    def _put_call(self, function: Callable[[Engine], Any], result: Future) -> None:
+        def run(engine: Engine) -> None:
+            if result.set_running_or_notify_cancel():
+                try:
+                    result.set_result(function(engine))
+                except DeviceFailedError:
+                    raise
+                except Exception as error:
+                    result.set_exception(_for_request(error))
+
+        def refuse(error: BaseException) -> None:
+            if result.running() or (not result.done() and result.set_running_or_notify_cancel()):
+                result.set_exception(_for_request(error))
+
+        self._put(_Command(run, refuse))
 
     def stop(self) -> None:
         """End the thread after the current step. Open requests end with an error. Returns when the thread has ended."""
@@ -157,7 +189,7 @@ class EngineThread:
             if thread is None:
                 self._end(_closed())
                 return
-        self._inbox.put(_Signal.STOP)
+        self._inbox.put(_STOP)
         if thread is not threading.current_thread():  # a finalizer may run in the engine's thread, which cannot join itself
             thread.join()
 
@@ -211,32 +243,13 @@ class EngineThread:
             self._commands.append(self._inbox.get())  # in one line, so that an exception loses no command
             wait = False
         for command in tuple(self._commands):
-            if command is _Signal.STOP:
+            if command is _STOP:
                 return False
             self._current = command
-            self._carry_out(command)
+            command.run(self.engine)
             self._commands.remove(command)
             self._current = None
         return True
-
-    def _carry_out(self, command: _Command) -> None:
-        match command:
-            case _Submit(sink=sink, requests=requests):
-                for request in requests:
-                    self._sinks.add(request.id, sink)
-                    self.engine.add(request)
-            case _Abort(request_ids=request_ids):
-                self._sinks.drop(request_ids)
-                for request_id in request_ids:
-                    self.engine.abort(request_id)
-            case _Call(function=function, result=result):
-                if result.set_running_or_notify_cancel():
-                    try:
-                        result.set_result(function(self.engine))
-                    except DeviceFailedError:
-                        raise
-                    except Exception as error:
-                        result.set_exception(_for_request(error))
 
     def _recover(self, error: BaseException) -> None:
         """Continue after an exception at any line. The engine drops the requests that have started; each ends with an error.
@@ -246,7 +259,7 @@ class EngineThread:
         self.engine.recover()
         command, self._current = self._current, None
         if command is not None:
-            self._refuse(command, error)
+            command.refuse(error)
             if command in self._commands:
                 self._commands.remove(command)
         failed = [i for i in self._sinks if i not in self.engine]
@@ -257,20 +270,6 @@ class EngineThread:
             self.engine.abort(request_id)
         self._sinks.fail(failed, _for_request(error))
 
-    def _refuse(self, command: _Command, error: BaseException) -> None:
-        """End a command that raised an exception: its caller gets an error. An abort must not be lost."""
-        if isinstance(command, _Submit):
-            refused = [request.id for request in command.requests if self._engine is None or request.id not in self._engine]
-            for request_id in refused:
-                self._sinks.add(request_id, command.sink)
-            self._sinks.fail(refused, _for_request(error))
-        elif isinstance(command, _Call):
-            result = command.result
-            if result.running() or (not result.done() and result.set_running_or_notify_cancel()):
-                result.set_exception(_for_request(error))
-        elif isinstance(command, _Abort):
-            self._carry_out(command)
-
     def _end(self, reason: EngineError | DeviceFailedError) -> None:
         """End all requests and commands with an error, and drop the engine."""
         with self._lock:  # no command is accepted from here on
@@ -279,8 +278,7 @@ class EngineThread:
         while not self._inbox.empty():
             self._commands.append(self._inbox.get())
         for command in self._commands:
-            if isinstance(command, _Submit | _Call):
-                self._refuse(command, reason)
+            command.refuse(reason)
         self._commands.clear()
         self._sinks.fail(list(self._sinks), reason)
 

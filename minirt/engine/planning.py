@@ -6,17 +6,19 @@ from functools import lru_cache
 
 import numpy as np
 
-from minirt.engine.sampler import fp32_temperature
 from minirt.engine.scheduler import Work
 from minirt.engine.sequence import Sequence
 from minirt.engine.slots import NEVER, HostSlots
+from minirt.kernels.sampling.batch import COLUMNS, column_values, filters_of, fp32_temperature
 from minirt.kernels.step.table import NEXT_TOKENS, Columns
+from minirt.sampling_params import FILTERS
 from minirt.step.plan import NO_TOKENS, Edit, Sampling, Scored, SlotRules, StepPlan
 
 # `HostSlots.flags`: what the draws of a sequence need. Those of rules end with `HostSlots.rules_until`.
-_SAMPLED, _TOP_K, _TOP_P, _MIN_P, _RULES, _BIAS, _BAN, _MASKED, _LOGPROBS = (1 << i for i in range(9))
+_SAMPLED, _RULES, _BIAS, _BAN, _MASKED, _LOGPROBS, *_FILTERS = (1 << i for i in range(6 + len(FILTERS)))
 _OF_RULES = _RULES | _BIAS | _BAN
-_HEAD = struct.Struct("=6i f i 2f Q 2i")  # the words of a row before the next tokens
+_OF_FILTER = dict(zip(FILTERS, _FILTERS, strict=True))
+_HEAD = struct.Struct(f"=6i {COLUMNS} Q 2i")  # the words of a row before the next tokens
 
 
 def plan_step(work: Work, slots: HostSlots, columns: Columns, vocab: int) -> StepPlan:
@@ -83,16 +85,16 @@ def _sampling(work: Work, slots: HostSlots) -> Sampling:
 
 @lru_cache
 def _of_bits(bits: int) -> Sampling:
-    sampled, *others = (bool(bits & flag) for flag in (_SAMPLED, _TOP_K, _TOP_P, _MIN_P, _RULES, _BIAS, _BAN, _MASKED))
-    return Sampling(not sampled, *others)  # type: ignore[arg-type]
+    filters = tuple(name for name, flag in _OF_FILTER.items() if bits & flag)
+    rules, bias, ban, masked = (bool(bits & flag) for flag in (_RULES, _BIAS, _BAN, _MASKED))
+    return Sampling(not bits & _SAMPLED, filters, rules, bias, ban, masked)
 
 
 def _needs(sequence: Sequence, vocab: int) -> tuple[int, int, int]:
     """What the draws of a sequence need: `HostSlots.flags`, `num_top`, `rules_until`."""
     s, rules, until = sequence.sampling, sequence.rules, 0
     bits = _MASKED * (sequence.constraint is not None) | _LOGPROBS * (s.logprobs is not None)
-    if fp32_temperature(s):
-        bits |= _SAMPLED | _TOP_K * (s.top_k > 0) | _TOP_P * (s.top_p < 1) | _MIN_P * (s.min_p > 0)
+    bits |= _SAMPLED * (fp32_temperature(s) > 0) | sum(_OF_FILTER[name] for name in filters_of(s))
     if rules is not None:
         bits |= _RULES | _BIAS * bool(rules.bias) | _BAN * bool(rules.bad_words or rules.end_ids)
         until = NEVER if rules.lasting else rules.min_tokens
@@ -111,8 +113,8 @@ def _admission(sequence: Sequence, cached: int, vocab: int, following: np.ndarra
     """
     s = sequence.sampling
     words = _HEAD.pack(
-        cached, 0, sequence.final_len, sequence.prompt_len, -1, num_top(s.logprobs, vocab), fp32_temperature(s),
-        min(s.top_k, 2**31 - 1), s.top_p, s.min_p, s.seed, sequence.rules is not None, 0,
+        cached, 0, sequence.final_len, sequence.prompt_len, -1, num_top(s.logprobs, vocab), *column_values(s), s.seed,
+        sequence.rules is not None, 0,
     )  # fmt: skip
     between = [0] * (columns.page_tables - NEXT_TOKENS - len(following))
     rest = array("i", [*following.tolist(), *between, *sequence.pages.tolist()])

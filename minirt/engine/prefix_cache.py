@@ -6,7 +6,7 @@ two prefixes with the same key.
 """
 
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from minirt.step.kv_cache import PageAllocator
-from minirt.step.plan import NO_COPIES, Copies, Snapshot
 
 if TYPE_CHECKING:
     from minirt.engine.sequence import Sequence
@@ -70,8 +69,7 @@ NO_HIT = Hit(0, [], 0)
 class PrefixCache:
     """Finds the pages of an allocator by key. The scheduler asks it what is cached, and tells it what happens to sequences.
 
-    Models of attention layers need only pages, so most methods do nothing here. Models with recurrent layers have a
-    `state_cache.StatePrefixCache`.
+    Models with recurrent layers have a `state_cache.StatePrefixCache`.
 
     Args:
         page_size: tokens of a page.
@@ -139,42 +137,3 @@ class PrefixCache:
     def take(self, sequence: "Sequence", hit: Hit) -> None:
         """A sequence is admitted with this hit."""
         self._allocator.share(hit.pages)
-
-    def pin(self, hit: Hit) -> None:
-        """Never evict what this hit needs. Its pages are the caller's to hold.
-
-        Raises:
-            ContextLengthError: too much is pinned.
-        """
-
-    def snapshots(self, prompts: "Iterable[tuple[int, Sequence]]", ends: list[int]) -> tuple[Snapshot, ...]:
-        """The snapshots that the next step is to store while it computes prompts. Then call `started` or `failed`.
-
-        Args:
-            prompts: with their places in the step.
-            ends: how many of its tokens each of these is computed up to.
-        """
-        return ()
-
-    def chunk_end(self, sequence: "Sequence", start: int, stop: int) -> int:
-        """Where a chunk of a prompt ends that begins at `start` and could end at `stop`."""
-        return stop
-
-    def copies(self) -> Copies:
-        """What the next step must copy before its layers run. Then call `started` or `failed`."""
-        return NO_COPIES
-
-    def started(self) -> None:
-        """The step with the `copies` and `snapshots` was started."""
-
-    def failed(self) -> None:
-        """The step failed to start; its writes are undefined."""
-
-    def computed(self, sequence: "Sequence") -> None:
-        """A step was started that computes a sequence's first `num_prefilled` tokens."""
-
-    def ended(self, sequence: "Sequence", computed: int) -> None:
-        """A sequence has ended, of which `computed` tokens are computed or in a started step. It still has its slot."""
-
-    def reset(self) -> None:
-        """All pages are free, and no content is known."""

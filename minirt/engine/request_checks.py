@@ -1,8 +1,9 @@
 """`RequestChecks`: the errors with which an engine refuses a request before it is queued. Any thread may use it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from minirt.engine.logits_processors import Rules
+from minirt.engine.scheduler import Scheduler
 from minirt.engine.token_constraints import TokenConstraints
 from minirt.errors import ContextLengthError, InputError, UnsupportedError
 from minirt.sampling_params import MAX_PROMPT_LOGPROBS, EffectiveSampling
@@ -13,16 +14,12 @@ class RequestChecks:
 
     Args:
         vocab_size: the number of token ids.
-        max_len: maximum number of tokens of a request now.
-        check_length: raises ContextLengthError if a prompt of so many tokens cannot fit, with room for so many new ones.
+        scheduler: knows how long requests may be now.
         constraints: compiles `structured_outputs`; None: they are refused.
     """
 
-    def __init__(
-        self, vocab_size: int, max_len: Callable[[], int], check_length: Callable[[int, int], None],
-        constraints: TokenConstraints | None,
-    ) -> None:  # fmt: skip
-        self._vocab_size, self._max_len, self._check_length, self._constraints = vocab_size, max_len, check_length, constraints
+    def __init__(self, vocab_size: int, scheduler: Scheduler, constraints: TokenConstraints | None) -> None:
+        self._vocab_size, self._scheduler, self._constraints = vocab_size, scheduler, constraints
 
     def check(
         self, prompt_token_ids: Sequence[int], sampling: EffectiveSampling | None = None, rules: Rules | None = None,
@@ -39,10 +36,16 @@ class RequestChecks:
             UnsupportedError: a grammar has a feature that is not supported.
         """
         new = 1 if sampling is None else min(1, sampling.max_tokens)
-        self._check_length(len(prompt_token_ids), new)  # before its tokens are looked at: it may be very long
+        self._scheduler.check_length(len(prompt_token_ids), new)  # before its tokens are looked at: it may be very long
         self.check_tokens(prompt_token_ids)
         if sampling is not None:
-            self._check_prompt_logprobs(len(prompt_token_ids), sampling.prompt_logprobs)
+            scored, listed = len(prompt_token_ids) - 1, sampling.prompt_logprobs or 0
+            listed = self._vocab_size if listed < 0 else listed
+            if scored * listed > MAX_PROMPT_LOGPROBS:  # the result would take gigabytes of the host's memory
+                what, expected = "too many log-probabilities of the prompt", f"at most {MAX_PROMPT_LOGPROBS:,} in one request"
+                product = f"{scored:,} tokens × {listed:,} listed for each = {scored * listed:,}"
+                hint = "shorten the prompt, list fewer tokens, or use Generator.logits in Python, which returns a tensor"
+                raise InputError(what, where="prompt_logprobs", expected=expected, found=product, hint=hint)
             for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
                 largest = max(getattr(sampling, name) or (), default=-1)
                 if largest >= self._vocab_size:
@@ -65,23 +68,11 @@ class RequestChecks:
                 place = "min_tokens" if rules.end_ids else "bad_words"
                 raise InputError(what, where=place, expected="an allowed token that is not forbidden", found="none")
 
-    def _check_prompt_logprobs(self, prompt_len: int, asked: int | None) -> None:
-        """Refuse `prompt_logprobs` whose result would take gigabytes of the host's memory."""
-        listed, scored = self._vocab_size if asked is not None and asked < 0 else asked or 0, prompt_len - 1
-        if scored * listed > MAX_PROMPT_LOGPROBS:
-            raise InputError(
-                "too many log-probabilities of the prompt",
-                where="prompt_logprobs",
-                expected=f"at most {MAX_PROMPT_LOGPROBS:,} in one request",
-                found=f"{scored:,} tokens × {listed:,} listed for each = {scored * listed:,}",
-                hint="shorten the prompt, list fewer tokens, or use Generator.logits in Python, which returns a tensor",
-            )
-
     def check_logits(self, tokens: Sequence[int]) -> None:
         """Raise InputError or ContextLengthError if `logits` can never compute these tokens. Any thread may call it."""
         self.check_tokens(tokens)
-        if len(tokens) > self._max_len():
-            raise ContextLengthError("too many tokens", expected=f"at most {self._max_len()}", found=len(tokens))
+        if len(tokens) > (most := self._scheduler.max_len):
+            raise ContextLengthError("too many tokens", expected=f"at most {most}", found=len(tokens))
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Raise InputError unless `tokens` is a non-empty list of token ids of the model."""
@@ -91,12 +82,8 @@ class RequestChecks:
             return
         for position, token in enumerate(tokens):
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self._vocab_size:
-                raise InputError(
-                    "not a token id of this model",
-                    where=f"prompt token {position}",
-                    expected=f"an integer from 0 to {self._vocab_size - 1}",
-                    found=repr(token),
-                )
+                place, expected = f"prompt token {position}", f"an integer from 0 to {self._vocab_size - 1}"
+                raise InputError("not a token id of this model", where=place, expected=expected, found=repr(token))
 
 
 def no_constraints() -> UnsupportedError:

@@ -4,10 +4,9 @@ On a GPU nothing here waits: a step is queued behind the previous step, and goes
 The host reads tokens from pinned memory after the event of their copy. On a CPU, a step has ended when `start` returns.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -17,22 +16,20 @@ import torch
 from torch import Tensor
 
 from minirt.device import is_out_of_memory, on_device
-from minirt.engine.buckets import Bucket, Buckets, batch_bucket, max_prompt_tokens
-from minirt.engine.cuda_graphs import CudaGraphs
-from minirt.engine.draft_lengths import draft_sizes
+from minirt.engine.buckets import Bucket, Buckets, batch_bucket, draft_sizes, max_prompt_tokens
 from minirt.engine.limits import EngineLimits, max_splits
 from minirt.engine.logprobs import TokenLogprobs, unpack
-from minirt.engine.prompt_time import PromptTime
-from minirt.engine.sampler import SamplingBatch, sample
+from minirt.engine.sampler import sample
 from minirt.engine.sampling_stages import SamplingStages, ScoredRows
 from minirt.engine.step_buffers import StepBuffers
-from minirt.engine.warmup import largest_steps, sampling_kinds, warm_up_steps
+from minirt.engine.step_times import GraphTimes, PromptTime
+from minirt.engine.warmup import largest_steps, warm_up_steps
 from minirt.errors import UnsupportedError
 from minirt.kernels.attention.limits import KV_SPLIT
+from minirt.kernels.sampling.batch import SamplingBatch
 from minirt.kernels.step.table import FINAL_LEN, NEXT_TOKENS, NUM_NEXT, PROMPT_LEN, Columns, Rows, StepTensors
 from minirt.modeling.model import Model
 from minirt.progress import COMPILING
-from minirt.sampling_params import SamplingParams, resolve
 from minirt.step.batch import Batch, Chunk
 from minirt.step.kv_cache import KVCache
 from minirt.step.plan import NO_COPIES, Copies, Edit, PlannedSequences, StepPlan
@@ -92,16 +89,30 @@ class StepResult(NamedTuple):
         return [tokens[:count] for count, tokens in zip(self.counts.tolist(), self.tokens.tolist(), strict=True)]
 
 
-class GraphTimes(NamedTuple):
-    """Seconds of decode steps (`StepTimes`), measured at warm-up."""
+class CudaGraphs:
+    """CUDA graphs by key. They share one memory pool, because they run one after the other."""
 
-    buckets: Buckets
-    measured: dict[Bucket, float]
+    def __init__(self, device: torch.device) -> None:
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None
+        # The stream for captures. PyTorch's default capture stream belongs to the device that captured first.
+        self._stream = torch.cuda.Stream(device)
 
-    def seconds(self, seqs: int, tokens: int) -> float:
-        """Of the CUDA graph for `seqs` sequences with `tokens` tokens together; infinite if there is none."""
-        bucket = self.buckets.drafting(seqs, tokens)
-        return math.inf if bucket is None else self.measured[bucket]
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._graphs
+
+    def capture(self, key: Hashable, work: Callable[[], Any]) -> None:
+        """Capture the kernels that `work` launches. They must have been compiled, and use memory that stays."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use other streams during the capture.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            work()
+        self._pool = self._pool or graph.pool()
+        self._graphs[key] = graph
+
+    def replay(self, key: Hashable) -> None:
+        """Queue a captured graph."""
+        self._graphs[key].replay()
 
 
 class _Forward(NamedTuple):
@@ -109,6 +120,7 @@ class _Forward(NamedTuple):
 
     plan: StepPlan
     tensors: StepTensors
+    settings: SamplingBatch  # of its draws
     logits: Tensor  # [R, V]
     row_maxima: Tensor | None
     batch: Batch
@@ -116,31 +128,29 @@ class _Forward(NamedTuple):
     committed: bool  # whether the CUDA graph has drawn the tokens, too
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """A step that was started."""
 
-    _plan: StepPlan
-    _result: np.ndarray
-    _proposed: np.ndarray | None
-    _packed: Tensor | None
-    _scored: list[ScoredRows]
-    _ended: "torch.cuda.Event | None" = None  # None: the step had ended when it was returned
+    plan: StepPlan
+    values: np.ndarray
+    proposed: np.ndarray | None
+    packed: Tensor | None
+    scored: list[ScoredRows]
+    ended: "torch.cuda.Event | None"  # None: the step had ended when it was returned
 
     def result(self) -> StepResult:
         """Waits for the end of the step, also if it yields no tokens."""
-        if self._ended is not None:
-            self._ended.synchronize()
-        rows = self._result.copy()  # a later step uses the buffer again
-        proposed = None if self._proposed is None else self._proposed.copy()
-        result = StepResult(rows[:, 0], rows[:, 1:], None, self._scored, proposed)
-        return result if self._packed is None else result._replace(logprobs=self._logprobs(self._packed, result))
-
-    def _logprobs(self, packed: Tensor, result: StepResult) -> list[TokenLogprobs | None]:
+        if self.ended is not None:
+            self.ended.synchronize()
+        rows = self.values.copy()  # a later step uses the buffer again
+        proposed = None if self.proposed is None else self.proposed.copy()
+        result = StepResult(rows[:, 0], rows[:, 1:], None, self.scored, proposed)
+        if self.packed is None:
+            return result
         drawn = list[int]()
-        for tokens, count in zip(result.lists(), self._plan.sequences.num_draws.tolist(), strict=True):
+        for tokens, count in zip(result.lists(), self.plan.sequences.num_draws.tolist(), strict=True):
             drawn += (tokens + [0] * count)[:count]
-        return unpack(packed, drawn, self._plan.sampling.logprobs)
+        return result._replace(logprobs=unpack(self.packed, drawn, self.plan.sampling.logprobs))
 
 
 class Runner:
@@ -161,19 +171,20 @@ class Runner:
         cuda_graphs: bool = False, proposer: Proposer | None = None, adaptive_drafts: bool = False,
     ) -> None:  # fmt: skip
         self._model, self._cache, self._device, self._vocab_size, self._limits = model, cache, device, vocab_size, limits
-        self._buckets, self._cuda, self._proposer = _buckets(model, limits), device.type == "cuda", proposer
-        self._adapts = adaptive_drafts
+        self._cuda, self._proposer, self._adapts = device.type == "cuda", proposer, adaptive_drafts
         self.waits = not self._cuda or (limits.max_drafts > 0 and isinstance(model, Model) and model.has_eager_layers)
         self._inference, self._on_device = torch.inference_mode(), on_device(device)  # to be entered by each step
         self._graphs: CudaGraphs | None = None
+        self.buckets: Buckets | None = None  # of the CUDA graphs
         seqs, tokens, tiles, rows = limits.max_num_seqs, limits.max_num_batched_tokens, 0, 0
         draws = limits.max_logits_rows if limits.max_drafts else seqs
         if isinstance(model, Model) and model.uses_triton:  # buckets import Triton, which other layers do not need
             model.reserve_splits(max_splits(batch_bucket(seqs), limits.max_model_len, cache.capacity))
             if cuda_graphs:
-                self._graphs = CudaGraphs(device)
-                seqs, rows = self._buckets.max_seqs, self._buckets.max_logits
-                tokens, draws = max(tokens, self._buckets.max_tokens, rows), max(draws, rows)
+                flops = [layer.flops(1) for layer in model.layers if layer.residual]
+                self._graphs, buckets = CudaGraphs(device), Buckets(limits, max_prompt_tokens(sum(flops) / max(1, len(flops))))
+                self.buckets, seqs, rows = buckets, buckets.max_seqs, buckets.max_logits
+                tokens, draws = max(tokens, buckets.max_tokens, rows), max(draws, rows)
                 tiles = max(model.row_maxima_tiles(n + 1) for n in range(rows))
         self._buffers = StepBuffers(
             cache, limits, device, vocab_size, seqs, tokens, draws, row_maxima_tiles=tiles, logits_rows=rows
@@ -187,11 +198,6 @@ class Runner:
         self.prompt_time: PromptTime | None = None  # after warm-up on a GPU
         self.step_times: GraphTimes | None = None  # after warm-up on a GPU with CUDA graphs and drafts
         self._masked: _Forward | None = None  # the step that waits for its masks
-
-    @property
-    def cuda_graphs(self) -> bool:
-        """Whether small steps run as CUDA graphs."""
-        return self._graphs is not None
 
     def start(self, plan: StepPlan) -> Step | None:
         """Queue a step.
@@ -224,7 +230,7 @@ class Runner:
             return self._draw(forward)
 
     def _draw(self, forward: _Forward) -> Step:
-        plan, tensors, logits, row_maxima, batch, bucket, committed = forward
+        plan, tensors, settings, logits, row_maxima, batch, bucket, committed = forward
         scored = list[ScoredRows]()
         if plan.scored:
             scored = self._stages.score(logits, plan)
@@ -232,19 +238,19 @@ class Runner:
         packed, drawn = None, tensors.draw_rows  # no token, if there are no draws
         if not committed:
             if plan.num_draws:
-                drawn, packed = self._stages.draw(logits, row_maxima, tensors, plan, self._buffers.drafts)
+                drawn, packed = self._stages.draw(logits, row_maxima, tensors, settings, plan, self._buffers.drafts)
             self._buffers.commit(tensors, drawn)
         if plan.sampling.any_rules:
-            self._stages.record(drawn, tensors)
+            self._stages.record(drawn, tensors, settings)
         if self._proposer is not None:
             self._propose(self._proposer, plan, batch, bucket)
             if self._limits.max_drafts:
                 self._buffers.report(len(tensors.seq_lens))
         result, proposed = self._buffers.to_host(len(plan.sequences))
-        if not self._cuda:
-            return Step(plan, result, proposed, packed, scored)
-        ended = torch.cuda.Event()  # also if the step has no tokens: the host is at most one step ahead of the device
-        ended.record()
+        ended = None
+        if self._cuda:  # also if the step has no tokens: the host is at most one step ahead of the device
+            ended = torch.cuda.Event()
+            ended.record()
         return Step(plan, result, proposed, packed, scored, ended)
 
     def _propose(self, proposer: Proposer, plan: StepPlan, batch: Batch, bucket: Bucket | None) -> None:
@@ -269,18 +275,18 @@ class Runner:
     def _forward(self, plan: StepPlan) -> _Forward:
         needs = plan.sampling
         needed = bool(plan.scored or needs.masked or needs.any_rules or needs.logprobs or not needs.all_greedy)
-        bucket = None if self._graphs is None else self._buckets.find(plan)
-        if bucket is not None and self._graphs is not None and bucket not in self._graphs:
-            self._dry_run(bucket)
+        graphs, bucket = self._graphs, None if self.buckets is None else self.buckets.find(plan)
+        if bucket is not None and graphs is not None and bucket not in graphs:
+            self.dry_run(bucket)
             self._capture(bucket)
         greedy = not needed and bucket is not None
         self._buffers.send(plan, logits_needed=needed, greedy=greedy)
         if plan.copies is not NO_COPIES:
             self._cache.copy(plan.copies)
         rows = plan.num_logits
-        if bucket is not None and self._graphs is not None:
+        if bucket is not None and graphs is not None:
             batch = self._static(bucket)[1]
-            self._graphs.replay(bucket)
+            graphs.replay(bucket)
             self._buffers.sent()
             logits = self._buffers.logits
         else:
@@ -289,7 +295,8 @@ class Runner:
             logits = self._model(batch, self._cache)
         maxima = None if batch.row_maxima is None else batch.row_maxima.values[:rows]
         drawing = self._buffers.tensors(0, len(plan.sequences), 0, plan.num_draws)  # without the padding of a CUDA graph
-        return _Forward(plan, drawing, logits[:rows], maxima, batch, bucket, greedy)
+        settings = self._buffers.settings(plan.num_draws)
+        return _Forward(plan, drawing, settings, logits[:rows], maxima, batch, bucket, greedy)
 
     def _eager(self, plan: StepPlan, *, settings: bool = True) -> Batch:
         """The batch of a step without a CUDA graph.
@@ -377,7 +384,7 @@ class Runner:
             return most
         return next((size for size in draft_sizes(most) if size > verified), most)
 
-    def _dry_run(self, bucket: Bucket) -> None:
+    def dry_run(self, bucket: Bucket) -> None:
         """Run one layer of each kind over a static batch, on padding."""
         step, batch = self._static(bucket)
         empty = StepPlan(PlannedSequences.of(()))
@@ -403,7 +410,7 @@ class Runner:
             return
         from minirt.kernels.compile.ahead_of_time import compile_ahead
 
-        buckets, report = [] if self._graphs is None else self._buckets.all(), progress or (lambda stage, done, total: None)
+        buckets, report = [] if self.buckets is None else self.buckets.all(), progress or (lambda stage, done, total: None)
 
         def ready(done: int, total: int, compiles: bool) -> None:
             report(COMPILING if compiles else "kernels", done, total)
@@ -417,30 +424,30 @@ class Runner:
             tiles = {self._model.row_maxima_tiles(bucket.num_logits) for bucket in buckets}
             for maxima in (self._buffers.row_maxima_of(1, count) for count in tiles):
                 if maxima is not None:
-                    self._sample(SamplingParams(temperature=0.0), maxima.values)
+                    self._sample(SamplingBatch.variants(self._device)[0], maxima.values)
             torch.cuda.synchronize(self._device)
             self._reserve(self._model)
             with suppress(torch.OutOfMemoryError):
                 self.prompt_time = self._measure_prompts(self._model)
-            if self._graphs is not None and self._limits.max_drafts:
-                self.step_times = self._measure_graphs(self._graphs)
+            if self._graphs is not None and self.buckets is not None and self._limits.max_drafts:
+                self.step_times = self._measure_graphs(self._graphs, self.buckets)
 
     def launch_all(self, model: Model) -> None:
         """Launch every kernel that a step of this runner's model can need: dry runs of each kind of step, and the sampler."""
         limits = self._limits
         seqs, longest = limits.max_num_seqs, limits.max_model_len
         steps = warm_up_steps(limits)
-        if self._graphs is None:
+        if self.buckets is None:
             # Decode steps with short contexts, and with one of the longest: only that has several KV splits to combine.
             short, long = (Chunk([0], end - 1, range(self._cache.pages_for(end))) for end in (1, longest))
             for size in {batch_bucket(n + 1) for n in range(seqs)}:
                 steps += [[first] + [short] * (size - 1) for first in (short, long)]
         for chunks in steps:
-            self._run_dry(model, chunks)
-        for bucket in [Bucket(1), Bucket(1, 1)] if self._graphs is None else self._buckets.all():
-            self._dry_run(bucket)
-        for params in sampling_kinds():
-            self._sample(params)
+            model.dry_run(self.dry_batch(chunks), self._cache)
+        for bucket in [Bucket(1), Bucket(1, 1)] if self.buckets is None else self.buckets.all():
+            self.dry_run(bucket)
+        for settings in SamplingBatch.variants(self._device):
+            self._sample(settings)
         self._stages.compile()
         if self._cache.num_snapshots:
             self._cache.copy(Copies(((0, 0),), ((0, 0),)))
@@ -455,36 +462,15 @@ class Runner:
 
         def run(chunks: Sequence[Chunk]) -> int:
             torch.cuda.empty_cache()
-            self._run_dry(model, chunks)
+            model.dry_run(self.dry_batch(chunks), self._cache)
             return torch.cuda.memory_reserved(self._device)
 
         with without_launches(self._device), suppress(torch.OutOfMemoryError):
             largest = max(largest_steps(self._limits), key=run)
             run(largest)
 
-    @torch.inference_mode()
-    def dry_run_bytes(self, steps: Sequence[Sequence[Chunk]]) -> int:
-        """Peak of the bytes that dry runs allocate: of the largest CUDA graph, whose memory stays, and of the largest of `steps`.
-
-        Layers of a kind run once, so kernels should be kept from running (`without_launches`).
-        """
-
-        def peak(run: Callable[[], None]) -> int:
-            before = torch.cuda.memory_allocated(self._device)
-            torch.cuda.reset_peak_memory_stats(self._device)
-            run()
-            return torch.cuda.max_memory_allocated(self._device) - before
-
-        model = self._model
-        if not isinstance(model, Model):
-            return 0
-        graph = 0 if self._graphs is None else peak(lambda: self._dry_run(self._buckets.all()[0]))
-        return graph + max(peak(partial(self._run_dry, model, chunks)) for chunks in steps)
-
-    def _run_dry(self, model: Model, chunks: Sequence[Chunk]) -> None:
-        model.dry_run(self._dry_batch(chunks), self._cache)
-
-    def _dry_batch(self, chunks: Sequence[Chunk]) -> Batch:
+    def dry_batch(self, chunks: Sequence[Chunk]) -> Batch:
+        """A step's batch, for `Model.dry_run`."""
         batch = Batch.build(chunks, self._cache.page_size).to(self._device)
         return self._with_buffers(batch, len(batch.logits_indices))
 
@@ -497,7 +483,7 @@ class Runner:
         count = min(_MEASURED_TOKENS, self._limits.max_num_batched_tokens, longest)
 
         def seconds(start: int) -> float:
-            batch = self._dry_batch([Chunk([0] * count, start, [0] * self._cache.pages_for(start + count))])
+            batch = self.dry_batch([Chunk([0] * count, start, [0] * self._cache.pages_for(start + count))])
             draft = self._capturable(Bucket(1, count), batch)
             return self._seconds([partial(model, batch, self._cache), *([] if draft is None else [draft])])
 
@@ -517,19 +503,19 @@ class Runner:
         torch.cuda.synchronize(self._device)
         return events[0].elapsed_time(events[1]) / 1e3 / repeats
 
-    def _measure_graphs(self, graphs: CudaGraphs) -> GraphTimes:
+    def _measure_graphs(self, graphs: CudaGraphs, buckets: Buckets) -> GraphTimes:
         """Replay the CUDA graphs of each decode step, and of the drafts after it. Attention has no context then.
 
         All tokens differ, as a mixture reads the experts of all of them. Their pages are page 0.
         """
         seconds = dict[Bucket, float]()
-        for bucket in [bucket for bucket in self._buckets.all() if not bucket.tokens and not bucket.short]:
+        for bucket in [bucket for bucket in buckets.all() if not bucket.tokens and not bucket.short]:
             self._buffers.send(self._measured_plan(min(bucket.seqs, self._limits.max_num_seqs), 1 + bucket.drafts))
             self._buffers.sent()
             keys = [key for key in (bucket, (_DRAFTS, bucket)) if key in graphs]
             seconds[bucket] = self._seconds([partial(graphs.replay, key) for key in keys], _REPLAYS)
         self._buffers.table.zero_()
-        return GraphTimes(self._buckets, seconds)
+        return GraphTimes(buckets, seconds)
 
     def _measured_plan(self, seqs: int, count: int) -> StepPlan:
         """A step of sequences without a prompt that go on with `count` tokens each, all different. Each replay of a CUDA graph
@@ -541,12 +527,45 @@ class Runner:
         edits += [Edit(slot, NEXT_TOKENS, row) for slot, row in enumerate(tokens)]
         return StepPlan(PlannedSequences.of((slot, -1, count, count, count, count) for slot in range(seqs)), edits=tuple(edits))
 
-    def _sample(self, params: SamplingParams, row_maxima: Tensor | None = None) -> None:
+    def _sample(self, settings: SamplingBatch, row_maxima: Tensor | None = None) -> None:
         logits = torch.zeros(1, self._vocab_size, dtype=torch.float32, device=self._device)
-        sample(logits, SamplingBatch.build([(resolve(params, None), 0)], self._device), row_maxima=row_maxima)
+        sample(logits, settings, row_maxima=row_maxima)
 
 
-def _buckets(model: ModelLike, limits: EngineLimits) -> Buckets:
-    flops = [layer.flops(1) for layer in model.layers if layer.residual] if isinstance(model, Model) else []
-    return Buckets(limits, max_prompt_tokens(sum(flops) / len(flops))) if flops else Buckets(limits)
+def measure_step_bytes(model: Model, limits: EngineLimits, *, cuda_graphs: bool) -> int | None:
+    """Bytes that steps need: static buffers, the pool of the CUDA graphs, and the activations of the largest step. None: there is
+    not enough free memory.
 
+    The steps run without launching a kernel, and PyTorch's allocator counts. (vLLM profiles a real forward pass for the same
+    purpose.) Layers without Triton do run, on one KV page. Layers of a kind run once.
+
+    Args:
+        model: with weights, on a GPU.
+    """
+    from minirt.kernels.compile.ahead_of_time import without_launches
+
+    device = model.device
+
+    def peak(run: Callable[[], None]) -> int:
+        start = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        run()
+        return torch.cuda.max_memory_allocated(device) - start
+
+    def dry_run(runner: Runner, chunks: Sequence[Chunk]) -> None:
+        model.dry_run(runner.dry_batch(chunks), runner._cache)
+
+    with torch.inference_mode(), on_device(device), without_launches(device):
+        try:
+            before = torch.cuda.memory_allocated(device)
+            cache = KVCache(model.cache_specs, 1, device, model.kv_dtype, num_slots=limits.max_num_seqs)
+            states = torch.cuda.memory_allocated(device) - before
+            runner = Runner(model, cache, device, limits, vocab_size=model.config.vocab_size, cuda_graphs=cuda_graphs)
+            steps = largest_steps(limits)
+            ends = [[chunk.start + len(chunk.tokens) for chunk in chunks] for chunks in steps]
+            model.reserve_splits(max(sum(-(-end // KV_SPLIT) for end in step) for step in ends))
+            graph = 0 if runner.buckets is None else peak(partial(runner.dry_run, runner.buckets.all()[0]))  # its memory stays
+            needed = graph + max(peak(partial(dry_run, runner, chunks)) for chunks in steps)
+            return torch.cuda.memory_allocated(device) - before - states + needed
+        except torch.OutOfMemoryError:
+            return None

@@ -14,19 +14,15 @@ This eager implementation runs on any device and defines the result. On a GPU th
 draw the same tokens.
 """
 
-import functools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from minirt.device import is_nvidia
-from minirt.errors import InputError, UnsupportedError
+from minirt.errors import InputError
+from minirt.kernels.sampling.batch import SamplingBatch
 from minirt.kernels.sampling.philox import philox, uniform
-from minirt.sampling_params import EffectiveSampling
 
 if TYPE_CHECKING:
     from minirt.kernels.sampling.sample import SamplingWorkspace
@@ -34,66 +30,6 @@ if TYPE_CHECKING:
 # Probability mass is summed in integers: each weight (at most 1) times 2⁴⁰, truncated. A sum fits in int64 for V up to 2²². With
 # 2¹⁸ tokens, truncation loses at most 2⁻²² of the most probable token's mass.
 _MASS_SCALE = 2.0**40
-_LARGEST, _SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
-
-
-@dataclass(frozen=True, eq=False)
-class SamplingBatch:
-    """The sampling settings of the B requests of one step.
-
-    Device tensors [B]: `temperature` fp32 (0 = greedy), `top_k` int32 (0 = off), `top_p` fp32 (1 = off), `min_p` fp32
-    (0 = off), `seed` int64 (bit pattern of the uint64), `step` int64 (index of the generated token within its request,
-    from 0). The flags are host values, so that unused filters launch no work.
-    """
-
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seed: Tensor
-    step: Tensor
-    all_greedy: bool
-    any_top_k: bool
-    any_top_p: bool
-    any_min_p: bool
-
-    @classmethod
-    def build(cls, requests: Sequence[tuple[EffectiveSampling, int]], device: torch.device | str = "cpu") -> "SamplingBatch":
-        """Build from `requests`: for each row, its settings and the index of its next token within the request."""
-        settings = [s for s, _ in requests]
-        sampled = [s for s in settings if s.temperature > 0]
-
-        def column(dtype: torch.dtype, values: Iterable[float]) -> Tensor:
-            return torch.tensor(list(values), dtype=dtype).to(device)
-
-        return cls(
-            column(torch.float32, (fp32_temperature(s) for s in settings)),
-            column(torch.int32, (min(s.top_k, 2**31 - 1) for s in settings)),
-            column(torch.float32, (s.top_p for s in settings)), column(torch.float32, (s.min_p for s in settings)),
-            column(torch.int64, (s.seed - 2**64 if s.seed >= 2**63 else s.seed for s in settings)),
-            column(torch.int64, (step for _, step in requests)),
-            not sampled, any(s.top_k > 0 for s in sampled), any(s.top_p < 1 for s in sampled), any(s.min_p > 0 for s in sampled),
-        )  # fmt: skip
-
-    def part(self, rows: slice) -> "SamplingBatch":
-        """Some of the requests."""
-        parts: dict[str, Any] = {name: value[rows] for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **parts)
-
-
-def fp32_temperature(sampling: EffectiveSampling) -> float:
-    """A temperature below the smallest normal fp32 number becomes 0, greedy; one above the fp32 range the largest number."""
-    return 0.0 if sampling.temperature < _SMALLEST else min(sampling.temperature, _LARGEST)
-
-
-@functools.cache
-def _kernels() -> ModuleType:
-    try:
-        from minirt.kernels.sampling import sample as kernels
-    except ImportError as error:
-        hint = "install Triton, or sample with impl='eager'"
-        raise UnsupportedError("the Triton sampler cannot be imported", where="sample", found=error, hint=hint) from error
-    return kernels
 
 
 def sample(
@@ -116,7 +52,6 @@ def sample(
         [B] int64.
     Raises:
         InputError: `logits` does not have one row per request, or `impl` is unknown.
-        UnsupportedError: Triton cannot be imported.
     """
     rows = batch.step.shape[0]
     if logits.ndim != 2 or logits.shape[0] != rows:
@@ -125,15 +60,13 @@ def sample(
     if impl not in ("auto", "eager", "triton"):
         raise InputError("unknown implementation", where="sample", expected="auto, eager or triton", found=impl)
     if impl == "triton" or (impl == "auto" and is_nvidia(logits.device)):
-        return _kernels().sample(
-            logits.to(torch.float32).contiguous(),
-            batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.seed, batch.step,
-            all_greedy=batch.all_greedy, any_top_k=batch.any_top_k, any_top_p=batch.any_top_p,
-            any_min_p=batch.any_min_p, workspace=workspace, out=out, row_maxima=row_maxima,
-        )  # fmt: skip
+        from minirt.kernels.sampling import sample as kernels
+
+        logits = logits.to(torch.float32).contiguous()
+        return kernels.sample(logits, batch, workspace=workspace, out=out, row_maxima=row_maxima)
     token = logits.argmax(-1, keepdim=True)
     top = logits.gather(1, token)  # NaN if the row contains NaN: argmax ranks NaN highest
-    if not batch.all_greedy:
+    if batch.temperature is not None:
         race = filtered_weights(logits, batch).div_(exponential_noise(batch.seed, batch.step, logits.shape[1]))
         token = torch.where(batch.temperature.unsqueeze(1) > 0, race.argmax(-1, keepdim=True), token)
     tokens = torch.where(top.isfinite(), token, -1).squeeze(1)
@@ -154,19 +87,19 @@ def filtered_weights(logits: Tensor, batch: SamplingBatch) -> Tensor:
     temperature = torch.where(batch.temperature > 0, batch.temperature, 1).unsqueeze(1)
     weights = ((logits - top) / temperature).masked_fill_(logits == top, 0).exp_()  # the mask handles inf - inf
     weights.masked_fill_(top.isnan(), 1)
-    if batch.any_top_k:
+    if batch.top_k is not None:
         vocab = logits.shape[1]
         count = torch.where(batch.top_k > 0, batch.top_k, vocab).clamp(max=vocab).unsqueeze(1).long()
         keys = _descending_keys(logits)
         weights.masked_fill_(keys > _reach(keys, torch.ones_like(keys), count), 0)
-    if batch.any_top_p:
+    if batch.top_p is not None:
         top_p = batch.top_p.unsqueeze(1)
         mass = (weights * _MASS_SCALE).long()
         target = (top_p.double() * mass.sum(-1, keepdim=True)).ceil().long().clamp(min=1)
         keys = _descending_keys(weights)
         last = _reach(keys, mass, torch.where(top_p < 1, target, 1))
         weights.masked_fill_((keys > last) & (top_p < 1), 0)
-    if batch.any_min_p:
+    if batch.min_p is not None:
         weights.masked_fill_(weights < batch.min_p.unsqueeze(1), 0)
     return weights
 

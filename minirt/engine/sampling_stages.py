@@ -5,7 +5,7 @@ allocated before its tokens reach the table of slots: if memory runs out, nothin
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,14 +16,11 @@ from minirt.engine.cpu_gpu_buffer import CpuGpuBuffer, to_device
 from minirt.engine.limits import EngineLimits
 from minirt.engine.logits_processors import PROCESSED_ROWS, LogitsProcessors, Rules
 from minirt.engine.logprobs import MAX_TOP, TokenLogprobs, columns, token_logprobs, unpack
-from minirt.engine.sampler import SamplingBatch, sample
+from minirt.engine.sampler import sample
+from minirt.kernels.sampling.batch import SamplingBatch
 from minirt.kernels.sampling.slots import Drafts
 from minirt.kernels.step.table import StepTensors
 from minirt.step.plan import SlotRules, StepPlan
-
-if TYPE_CHECKING:
-    from minirt.kernels.sampling.filters import SamplingWorkspace
-    from minirt.kernels.sampling.logprobs import LogprobsWorkspace
 
 SCORED_ROWS = 64  # of a prompt's logits that are scored at once
 
@@ -73,8 +70,8 @@ class SamplingStages:
         self._packed = torch.zeros(packed, dtype=torch.int32, device=device)
         self._packed_host = [torch.zeros(packed, dtype=torch.int32, pin_memory=True) for _ in range(2)] if self._cuda else []
         self._masks = CpuGpuBuffer((max_draws, -(-vocab // 32)), device)
-        self._workspace: SamplingWorkspace | None = None
-        self._logprobs_workspace: LogprobsWorkspace | None = None
+        self._workspace: Any = None  # of the kernels
+        self._logprobs_workspace: Any = None
         if self._cuda:
             from minirt.kernels.sampling import filters, logprobs
 
@@ -100,13 +97,14 @@ class SamplingStages:
                 raise StepOutOfMemory(slot, str(error)) from None
 
     def draw(
-        self, logits: Tensor, row_maxima: Tensor | None, step: StepTensors, plan: StepPlan, proposed: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+        self, logits: Tensor, row_maxima: Tensor | None, step: StepTensors, settings: SamplingBatch, plan: StepPlan,
+        proposed: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Draw a token from each row of `logits` [Q, V].
 
         Args:
             row_maxima: see `sample`.
-            step: the step's tensors, of Q draws.
+            step, settings: the step's tensors, and the settings of its Q draws.
             proposed: [S, drafts] int32, the drafts of each slot; None: there are none.
         Returns:
             The tokens [Q] int64 on the device, and the packed log-probabilities on the host, or on their way there, if one asks.
@@ -118,10 +116,7 @@ class SamplingStages:
             packed = torch.empty(count, columns(num_top), dtype=torch.int32, device=self._device)
         if needs.masked:
             self._masks.send(count)
-        batch = SamplingBatch(
-            step.temperature, step.top_k, step.top_p, step.min_p, step.seed, step.step, needs.all_greedy, needs.any_top_k,
-            needs.any_top_p, needs.any_min_p,
-        )  # fmt: skip
+        batch = settings.needed(needs.filters, all_greedy=needs.all_greedy)
         tokens = self._drawn[:count]
         if needs.any_rules or needs.masked:
             for first in range(0, count, PROCESSED_ROWS):
@@ -129,7 +124,7 @@ class SamplingStages:
                 mask = self._masks.device[rows] if needs.masked else None
                 drafts = None if proposed is None else Drafts(proposed, step.draw_drafts[rows])
                 processed = self._processors.process(
-                    logits[rows], step.draw_slots[rows], step.step[rows], mask, any_bias=needs.any_bias, any_ban=needs.any_ban,
+                    logits[rows], step.draw_slots[rows], batch.step[rows], mask, any_bias=needs.any_bias, any_ban=needs.any_ban,
                     drafts=drafts,
                 )  # fmt: skip
                 sample(processed, batch.part(rows), workspace=self._workspace, out=tokens[rows])
@@ -147,9 +142,9 @@ class SamplingStages:
         workspace = self._workspace or kernels.SamplingWorkspace(len(logits), self._vocab, self._device)
         return kernels.row_maxima(logits, wanted, workspace)
 
-    def record(self, tokens: Tensor, step: StepTensors) -> None:
+    def record(self, tokens: Tensor, step: StepTensors, settings: SamplingBatch) -> None:
         """Count the tokens of a step whose sequences have rules. After `commit`, which says which drawn tokens count."""
-        self._processors.record(tokens, step.draw_slots, step.step)
+        self._processors.record(tokens, step.draw_slots, settings.step)
 
     def score(self, logits: Tensor, plan: StepPlan) -> list[ScoredRows]:
         """What the rows of logits [R, V] give that are for callers."""

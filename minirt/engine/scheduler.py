@@ -7,6 +7,7 @@ number of tokens that only the device knows. So the scheduler reserves pages for
 returns the surplus once the host knows.
 """
 
+import heapq
 import operator
 import time
 from collections import OrderedDict
@@ -19,11 +20,10 @@ import numpy as np
 from minirt.engine.draft_lengths import DraftLengths
 from minirt.engine.limits import MAX_SHARING, EngineLimits
 from minirt.engine.prefix_cache import NO_HIT, Hit, PrefixCache
-from minirt.engine.prompt_time import PromptTime
 from minirt.engine.sequence import Sequence
 from minirt.engine.slots import NEVER, HostSlots
 from minirt.engine.state_cache import StatePrefixCache
-from minirt.engine.waiting_queue import WaitingQueue
+from minirt.engine.step_times import PromptTime
 from minirt.errors import ContextLengthError
 from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.step.kv_cache import KVCache
@@ -88,6 +88,52 @@ class _Chunk(NamedTuple):
 _age, _size = operator.attrgetter("rank"), operator.attrgetter("size_rank")
 
 
+class WaitingQueue:
+    """Sequences by their `rank` and by their `size_rank`. Adding one costs O(log n), removing any O(1) amortized.
+
+    A removed sequence stays in a heap until it comes first, or until half of the heap is such entries.
+    """
+
+    def __init__(self) -> None:
+        self._heaps: tuple[list[Any], ...] = [], []  # ranks are unique, so sequences are never compared
+        self._sequences: dict[int, Sequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return self._sequences.get(sequence.id) is sequence
+
+    def add(self, sequence: Sequence) -> None:
+        self._sequences[sequence.id] = sequence
+        for heap, rank in zip(self._heaps, (_age, _size), strict=True):
+            heapq.heappush(heap, (rank(sequence), sequence))
+
+    def oldest(self) -> Sequence:
+        """The sequence with the lowest `rank`. The queue must not be empty."""
+        return self._first(self._heaps[0])
+
+    def smallest(self) -> Sequence:
+        """The sequence with the lowest `size_rank`. The queue must not be empty."""
+        return self._first(self._heaps[1])
+
+    def _first(self, heap: list[Any]) -> Sequence:
+        while heap[0][1] not in self:
+            heapq.heappop(heap)
+        first: Sequence = heap[0][1]
+        return first
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence, if it is here."""
+        if sequence not in self:
+            return
+        del self._sequences[sequence.id]
+        for heap, rank in zip(self._heaps, (_age, _size), strict=True):
+            if len(heap) > 2 * len(self._sequences) + 16:
+                heap[:] = [(rank(waiting), waiting) for waiting in self._sequences.values()]
+                heapq.heapify(heap)
+
+
 def _splits(length: Any) -> Any:
     """Number of complete KV splits before the last one, of a number of cached tokens or an array of them."""
     return (length - 1) // KV_SPLIT
@@ -107,8 +153,14 @@ class Scheduler:
 
     def __init__(self, cache: KVCache, limits: EngineLimits, prefix_cache: bool = True) -> None:
         self._cache, self.limits = cache, limits
-        self.prefix_cache = _prefix_cache(cache) if prefix_cache else None
-        self._states = self.prefix_cache if cache.has_states else None  # if steps copy states
+        self.prefix_cache: PrefixCache | None = None
+        self._states: StatePrefixCache | None = None  # the prefix cache, if there are recurrent layers
+        if prefix_cache and not cache.has_states:
+            self.prefix_cache = PrefixCache(cache.allocator, cache.page_size)
+        elif prefix_cache and cache.num_snapshots:
+            rows, within = range(cache.num_slots, cache.num_slots + cache.num_snapshots), cache.snapshot_tokens
+            self._states = StatePrefixCache(cache.allocator, cache.page_size, rows, cache.state_tokens, within)
+            self.prefix_cache = self._states
         # The token limit of a step, lowered when memory runs out and doubled after `_until_larger` steps; those since then.
         self._limit_tokens, self._steps_since, self._until_larger = limits.max_num_batched_tokens, 0, STEPS_UNTIL_LARGER
         self._limit = "--max-model-len" if limits.max_model_len <= cache.capacity else "--kv-cache-memory"
@@ -126,7 +178,6 @@ class Scheduler:
         self._prefilling: dict[int, Sequence] = {}  # those whose known tokens are not computed yet
         self._decoding: dict[int, Sequence] = {}  # those that go on, by slot, in the order in which they began to
         self._decoding_slots: np.ndarray | None = None  # their slots as an array; None: to be made
-        self._away: dict[tuple[int, int], Sequence] = {}  # preempted with tokens that the host has not read, by slot and epoch
         self._added: list[Sequence] = []  # since the last step, if they may be refused
         self._followers: dict[int | None, OrderedDict[int, Sequence]] = {}  # by group: those that wait for the one that leads
         self._pinned: set[int] = set()  # pages of pinned prompts, which lower `max_len`
@@ -204,9 +255,9 @@ class Scheduler:
         if starting is not None:
             unread += int(((starting.planned.slots == slot) & (starting.epochs == self.slots.epochs[slot])).sum())
         computed = len(sequence.tokens) + min(0, sequence.unused - 1 + unread)
-        if self.prefix_cache is not None and unread * max(1, sequence.unused) <= 1:
+        if self._states is not None and unread * max(1, sequence.unused) <= 1:
             self.register_pages(sequence, computed)
-            self.prefix_cache.ended(sequence, computed)
+            self._states.ended(sequence, computed)
 
     def _leave_group(self, sequence: Sequence) -> None:
         """If it led its group, the next one does."""
@@ -237,8 +288,8 @@ class Scheduler:
         self._clear()
         self.slots.reset()
         self._cache.allocator.reset()
-        if self.prefix_cache is not None:
-            self.prefix_cache.reset()
+        if self._states is not None:
+            self._states.reset()
         for sequence in waiting:
             sequence.leads = False  # it has not started
             self.add(sequence)
@@ -369,7 +420,7 @@ class Scheduler:
                 if host.unread[slot] > host.steps[slot]:  # it waits until the host knows how many of its drafts are right
                     counts[i] = 0
                     break
-                self._preempt_last()
+                self._preempt(max(self.running.values(), key=_age))
         if self.limits.max_drafts:  # drafts preempt nobody
             for i in ((counts > 0) & (lens > host.num_pages[slots] * size)).nonzero()[0].tolist():
                 sequence = host.sequences[int(slots[i])]
@@ -394,8 +445,8 @@ class Scheduler:
         stop = min(sequence.prefill_len, start + tokens, first + room.rows + 1)
         if stop <= start or _splits(stop) > room.splits:
             return None
-        if self.prefix_cache is not None:
-            stop = self.prefix_cache.chunk_end(sequence, start, stop)
+        if self._states is not None:
+            stop = self._states.chunk_end(sequence, start, stop)
         draws = int(stop == sequence.prefill_len and not sequence.logits_only)
         scored = max(0, min(stop, sequence.prefill_len - draws) - first)
         return _Chunk(sequence.slot, start, stop - start, scored + draws, draws, stop)
@@ -417,8 +468,8 @@ class Scheduler:
             _, _, num_tokens, num_logits, num_draws, _ = work.planned.values[:, place].tolist()
             sequence.num_prefilled += num_tokens
             sequence.num_scored += num_logits - num_draws
-            if self.prefix_cache is not None:
-                self.prefix_cache.computed(sequence)
+            if self._states is not None:
+                self._states.computed(sequence)
             if sequence.num_prefilled == sequence.prefill_len:
                 self._prefilling.pop(sequence.id, None)
                 if num_draws:
@@ -439,20 +490,6 @@ class Scheduler:
                 if (sequence := self.slots.sequences[slot]) is not None and self.slots.epochs[slot] == epoch:
                     self._preempt(sequence)
 
-    def read(self, slots: np.ndarray, draws: np.ndarray) -> None:
-        """The tokens of a step with these numbers of draws of each slot are known now."""
-        self.slots.steps[slots] -= 1
-        self.slots.unread[slots] -= draws
-
-    def away(self, slot: int, epoch: int) -> Sequence | None:
-        """The sequence that had the slot in a step that is read now, and was preempted since. None: it has ended."""
-        sequence = self._away.get((slot, epoch))
-        if sequence is not None:
-            sequence.unread_steps -= 1
-            if not sequence.unread_steps:
-                del self._away[slot, epoch]
-        return sequence
-
     def _hits(self, sequence: Sequence) -> Iterator[Hit]:
         """What is cached of a waiting sequence's beginning; see `PrefixCache.hits`."""
         if self.prefix_cache is None or sequence.logits_only:
@@ -464,10 +501,10 @@ class Scheduler:
     def _fitting(self, sequence: Sequence, splits: int) -> Hit | None:
         """What a waiting sequence can use of the prefix cache, if all of its tokens fit beside it; None: they do not.
 
-        A sequence that does not fit would soon be preempted. One that was preempted waits until all its tokens are known.
+        A sequence that does not fit would soon be preempted.
         """
         allocator = self._cache.allocator
-        if sequence.unread_steps or sequence.blocked_at == allocator.num_changes or _splits(len(sequence.tokens)) > splits:
+        if sequence.blocked_at == allocator.num_changes or _splits(len(sequence.tokens)) > splits:
             return None
         pages = self._cache.pages_for(min(len(sequence.tokens) + 1, sequence.final_len))
         for hit in self._hits(sequence):
@@ -543,7 +580,8 @@ class Scheduler:
                 "an open request may need the KV pages of the pinned prompt", expected=f"at most {room} tokens", found=longest,
                 hint="pin prompts before other requests run, lower their max_tokens, or raise --kv-cache-memory",
             )  # fmt: skip
-        self.prefix_cache.pin(hit)
+        if self._states is not None:
+            self._states.pin(hit)
         self._cache.allocator.share([page for page in hit.held if page not in self._pinned])
         self._pinned = pinned
         if room < self.max_len:
@@ -556,20 +594,14 @@ class Scheduler:
         if self._cache.has_states:  # their sequences have begun again (`failed`), and need more steps than that to end
             self._until_larger *= 2
 
-    def _preempt_last(self) -> None:
-        """Take the pages of the last running sequence by rank, which is computed again from its start later.
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take the pages of a running sequence, which is computed again from its start later.
 
         It keeps its rank, so that it is admitted before those that arrived later.
         """
-        self._preempt(max(self.running.values(), key=_age))
-
-    def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
         del self.running[sequence.id]
-        place = sequence.slot, int(self.slots.epochs[sequence.slot])
         self._free(sequence)
-        if sequence.unread_steps:
-            self._away[place] = sequence
         sequence.due = 0  # others that pass would be preempted in their turn
         self.waiting.add(sequence)
 
@@ -600,12 +632,3 @@ class Scheduler:
         if self._decoding.pop(sequence.slot, None) is not None:
             self._decoding_slots = None
         sequence.leave_slot()
-
-
-def _prefix_cache(cache: KVCache) -> PrefixCache | None:
-    """The prefix cache of a KV cache; None: it has states, and no room for snapshots of them."""
-    if not cache.has_states:
-        return PrefixCache(cache.allocator, cache.page_size)
-    rows = range(cache.num_slots, cache.num_slots + cache.num_snapshots)
-    spacing, within = cache.state_tokens, cache.snapshot_tokens
-    return StatePrefixCache(cache.allocator, cache.page_size, rows, spacing, within) if rows else None

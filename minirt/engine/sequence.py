@@ -1,16 +1,14 @@
 """`Sequence`: what the host knows of one request while it waits and runs."""
 
 from array import array
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
 from minirt.engine.request import Request, TokenLogprobs
-from minirt.engine.slots import NEVER, HostSlots, accept
+from minirt.engine.slots import NEVER, HostSlots
 from minirt.engine.token_constraints import TokenConstraint
-from minirt.sampling_params import EffectiveSampling
 from minirt.step.plan import NO_TOKENS
 
 if TYPE_CHECKING:
@@ -19,7 +17,6 @@ if TYPE_CHECKING:
 _NO_TIMES = np.zeros(0)
 
 
-@dataclass(eq=False)
 class Sequence:
     """The state of one request.
 
@@ -32,50 +29,38 @@ class Sequence:
         ends: tokens that end it.
     """
 
-    request: Request
-    final_len: int
-    ends: tuple[int, ...] = ()
-    rules: "Rules | None" = None
-    constraint: TokenConstraint | None = None
-    slot: int = -1  # its row of the table of slots while it runs; −1: none
-    slots: HostSlots | None = None  # the arrays with this row; None: it does not run
-    leads: bool = False  # whether the others of its group wait until its prompt is computed
-    rank: tuple[int, int] = (0, -1)  # its priority and its place among all arrivals
-    size: int = 0  # tokens to compute when it began to wait: those that were not in the prefix cache
-    due: int = 0  # `Scheduler.clock` from which no other one is admitted if this one, the first by rank, does not fit
-    blocked_at: int = -1  # `PageAllocator.num_changes` when it did not fit
-    num_prefilled: int = 0  # of the first `prefill_len` tokens: those that are cached, or computed by a step that was started
-    prefill_len: int = 0  # tokens known at the admission
-    drafted: tuple[int, int] = (0, 0)  # without a slot: drafts that were verified, and that were right
-    unread_steps: int = 0  # without a slot: steps that it was in before it was preempted, whose tokens the host has not read
-    # Number of prompt tokens after the first that need no scores, or whose scores are known or in a step. With `logits_only`:
-    # number of prompt tokens whose logits are.
-    num_scored: int = 0
-    keys: list[bytes] = field(default_factory=list)  # keys of its first full pages; see `PrefixCache`
-    last_snapshot: int = NEVER  # tokens in the last snapshot of its state, taken or found; `NEVER`: it takes none
-    next_snapshots: tuple[int, ...] = ()  # numbers of prompt tokens after which snapshots are to be taken
-    unused: int = 0  # once it has ended: tokens of its last step that it did not take
-    num_cached: int = -1  # tokens that were found in the prefix cache when it first ran; -1: it has not run
-    added_at: float = 0.0  # the time at which it was queued
-    queue_time_s: float | None = None  # from then until its first admission; None before, and once it was reported
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of tokens that the caller has not got
-    scores: list[TokenLogprobs] | None = None  # of the prompt, until the caller gets them; None: it does not ask
-    logits: list[Tensor] = field(default_factory=list)  # of all tokens, with `logits_only`
-    id: int = field(init=False)  # this and the next ones are the request's
-    sampling: EffectiveSampling = field(init=False)
-    prompt_len: int = field(init=False)
-    group: int | None = field(init=False)  # the sequences of one group have the same prompt
-    logits_only: bool = field(init=False)  # no token is drawn: the caller wants the logits of all tokens
-    _tokens: np.ndarray = field(init=False)  # int32, without a slot
-    _times: np.ndarray = field(init=False)
-
-    def __post_init__(self) -> None:
-        request = self.request
+    def __init__(self, request: Request, final_len: int, ends: tuple[int, ...] = (), rules: "Rules | None" = None) -> None:
+        self.request, self.final_len, self.ends, self.rules = request, final_len, ends, rules
         self.id, self.sampling, self.prompt_len = request.id, request.sampling, len(request.prompt_token_ids)
-        self.group, self.logits_only = request.group, request.logits_only
-        self._tokens = np.frombuffer(array("i", request.prompt_token_ids), np.int32)  # faster than NumPy from a list
-        self._times, self.num_scored = _NO_TIMES, request.num_unscored - 1
-        self.scores = None if self.sampling.prompt_logprobs is None else []
+        self.group = request.group  # the sequences of one group have the same prompt
+        self.logits_only = request.logits_only  # no token is drawn: the caller wants the logits of all tokens
+        self.constraint: TokenConstraint | None = None
+        self.slot = -1  # its row of the table of slots while it runs; −1: none
+        self.slots: HostSlots | None = None  # the arrays with this row; None: it does not run
+        self.leads = False  # whether the others of its group wait until its prompt is computed
+        self.rank = (0, -1)  # its priority and its place among all arrivals
+        self.size = 0  # tokens to compute when it began to wait: those that were not in the prefix cache
+        self.due = 0  # `Scheduler.clock` from which no other one is admitted if this one, the first by rank, does not fit
+        self.blocked_at = -1  # `PageAllocator.num_changes` when it did not fit
+        self.num_prefilled = 0  # of the first `prefill_len` tokens: those that are cached, or computed by a step that was started
+        self.prefill_len = 0  # tokens known at the admission
+        # Number of prompt tokens after the first that need no scores, or whose scores are known or in a step. With `logits_only`:
+        # number of prompt tokens whose logits are.
+        self.num_scored = request.num_unscored - 1
+        self.keys: list[bytes] = []  # keys of its first full pages; see `PrefixCache`
+        self.last_snapshot: int = NEVER  # tokens in the last snapshot of its state, taken or found; `NEVER`: it takes none
+        self.next_snapshots: tuple[int, ...] = ()  # numbers of prompt tokens after which snapshots are to be taken
+        self.unused = 0  # once it has ended: tokens of its last step that it did not take
+        self.num_cached = -1  # tokens that were found in the prefix cache when it first ran; −1: it has not run
+        self.added_at = 0.0  # the time at which it was queued
+        self.queue_time_s: float | None = None  # from then until its first admission; None before, and once it was reported
+        self.logprobs: list[TokenLogprobs] = []  # of tokens that the caller has not got
+        # Of the prompt, until the caller gets them; None: it does not ask.
+        self.scores: list[TokenLogprobs] | None = None if self.sampling.prompt_logprobs is None else []
+        self.logits: list[Tensor] = []  # of all tokens, with `logits_only`
+        # Without a slot: int32 tokens, faster by `array` than by NumPy from a list; times; and `num_drafts`.
+        self._tokens, self._times = np.frombuffer(array("i", request.prompt_token_ids), np.int32), _NO_TIMES
+        self._drafted = 0, 0
 
     @property
     def watched(self) -> bool:
@@ -86,7 +71,7 @@ class Sequence:
     def num_drafts(self) -> tuple[int, int]:
         """Drafts that were verified, and that were right."""
         if self.slots is None:
-            return self.drafted
+            return self._drafted
         return int(self.slots.num_drafted[self.slot]), int(self.slots.num_accepted[self.slot])
 
     @property
@@ -131,16 +116,9 @@ class Sequence:
         slots.add_pages(self.slot, pages)
 
     def leave_slot(self) -> None:
-        """Free the slot, and keep what the host knows: it may go on later. Its pages are the caller's to release."""
+        """Free the slot, and keep what the host knows: it may go on later, and draws the tokens again that the host has not read.
+        Its pages are the caller's to release."""
         if self.slots is not None:
-            self._tokens, self._times, self.drafted = self.tokens.copy(), self.times.copy(), self.num_drafts
-            self.unread_steps, self.num_prefilled = int(self.slots.steps[self.slot]), 0
+            self._tokens, self._times, self._drafted = self.tokens.copy(), self.times.copy(), self.num_drafts
             self.slots.release(self.slot)
-            self.slot, self.slots = -1, None
-
-    def append(self, tokens: list[int], now: float) -> tuple[int, int]:
-        """`HostSlots.extend`, for a step that it was in before it was preempted."""
-        count, reason = accept(tokens, len(self._tokens), self.final_len, self.ends)
-        self._tokens = np.concatenate((self._tokens, np.array(tokens[:count], np.int32)))
-        self._times = np.concatenate((self._times, np.full(count, now)))
-        return count, reason
+            self.slot, self.slots, self.num_prefilled = -1, None, 0

@@ -3,7 +3,7 @@
 The engine's thread, an event loop of `AsyncGenerator` and the server's front each have `Sinks`. Imports no torch.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from minirt.engine.request import Request, TokenOutput
@@ -31,31 +31,18 @@ class Port(Protocol):
         """Drop requests: no more outputs of them come. Does nothing for requests that have ended, or after the engine's end."""
 
 
-class Sinks:
-    """The sinks of open requests, by the ids of the requests. Iterating gives the ids."""
-
-    def __init__(self) -> None:
-        self._by_id: dict[int, Sink] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_id)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._by_id)
-
-    def add(self, request_id: int, sink: Sink) -> None:
-        """From here on, `sink` takes the outputs of a request."""
-        self._by_id[request_id] = sink
+class Sinks(dict[int, Sink]):
+    """The sinks of open requests, by the ids of the requests."""
 
     def drop(self, request_ids: Iterable[int]) -> list[int]:
         """Deliver nothing more of these requests. Returns those that were open."""
-        return [request_id for request_id in request_ids if self._by_id.pop(request_id, None) is not None]
+        return [request_id for request_id in request_ids if self.pop(request_id, None) is not None]
 
     def deliver(self, outputs: Sequence[TokenOutput]) -> None:
         """Deliver outputs, one list for each sink. A request is dropped only after its last output is delivered."""
-        by_id, mail, ended = self._by_id, dict[Sink, list[TokenOutput]](), list[int]()
+        mail, ended = dict[Sink, list[TokenOutput]](), list[int]()
         for output in outputs:
-            if (sink := by_id.get(output.request_id)) is not None:  # else it was aborted
+            if (sink := self.get(output.request_id)) is not None:  # else it was aborted
                 if sink in mail:
                     mail[sink].append(output)
                 else:

@@ -95,22 +95,19 @@ class HostSlots:
 
     def __init__(self, limits: EngineLimits, pages: int) -> None:
         count, length = limits.max_num_seqs, limits.max_model_len
-        self.sequences: list[Sequence | None] = [None] * count
         self.epochs, self.lengths, self.steps, self.unread, self.prompt_lens, self.final_lens = np.zeros((6, count), np.int64)
         self.num_pages, self.num_sent, self.num_registered, self.quiet_until = np.zeros((4, count), np.int64)
         self.flags, self.num_top, self.rules_until, self.num_drafted, self.num_accepted = np.zeros((5, count), np.int64)
         self.watched, self.ends = np.zeros(count, bool), np.full((count, 1), -1, np.int32)
         self._long = [_LongRows(count, length, np.int32), _LongRows(count, length, np.float64), _LongRows(count, pages, np.int32)]
         self.tokens, self.times, self.page_tables = (rows.array for rows in self._long)
-        self.unsent = set[int]()
-        self.free = list(range(count))[::-1]
+        self.reset()
 
     def reset(self) -> None:
         """Make every slot free."""
-        self.sequences[:] = [None] * len(self.sequences)
+        self.sequences: list[Sequence | None] = [None] * len(self.epochs)
         self.epochs += 1
-        self.unsent.clear()
-        self.free = list(range(len(self.sequences)))[::-1]
+        self.unsent, self.free = set[int](), list(range(len(self.epochs)))[::-1]
 
     def admit(self, sequence: "Sequence") -> int:
         """Give a sequence a free slot, and write what the host knows of it. The caller has checked that there is a slot."""

@@ -145,6 +145,11 @@ class StatePrefixCache(PrefixCache):
         return parent, self._key(parent, sequence.tokens, length)
 
     def pin(self, hit: Hit) -> None:
+        """Never evict what this hit needs. Its pages are the caller's to hold.
+
+        Raises:
+            ContextLengthError: too much is pinned.
+        """
         if not hit.tokens or (snapshot := self._known[hit.snapshot]) in self._pinned:
             return
         if 2 * (len(self._pinned) + 1) > len(self._rows):
@@ -159,9 +164,16 @@ class StatePrefixCache(PrefixCache):
         return [place for place in sequence.next_snapshots if start + max(1, self._within) <= place < stop]
 
     def chunk_end(self, sequence: Sequence, start: int, stop: int) -> int:
+        """Where a chunk of a prompt ends that begins at `start` and could end at `stop`."""
         return stop if self._within else min(self._inside(sequence, start, stop), default=stop)
 
     def snapshots(self, prompts: Iterable[tuple[int, Sequence]], ends: list[int]) -> tuple[Snapshot, ...]:
+        """The snapshots that the next step is to store while it computes prompts. Then call `started` or `failed`.
+
+        Args:
+            prompts: with their places in the step.
+            ends: how many of its tokens each of these is computed up to.
+        """
         if not self._within:
             return ()
         planned, keys = list[Snapshot](), set[bytes]()
@@ -178,6 +190,7 @@ class StatePrefixCache(PrefixCache):
         return tuple(planned)
 
     def copies(self) -> Copies:
+        """What the next step must copy before its layers run. Then call `started` or `failed`."""
         if not self._saves and not self._admitted:
             return NO_COPIES
         states = [(slot, snapshot.row) for slot, snapshot in self._saves]  # first: a slot may have a new sequence already
@@ -189,6 +202,7 @@ class StatePrefixCache(PrefixCache):
         return Copies(tuple(states), tuple(pages))
 
     def started(self) -> None:
+        """The step with the `copies` and `snapshots` was started."""
         for snapshot in self._planned:
             snapshot.holds -= 1
         self._planned.clear()
@@ -205,6 +219,7 @@ class StatePrefixCache(PrefixCache):
         self._admitted.clear()
 
     def failed(self) -> None:
+        """The step failed to start; its writes are undefined."""
         lost = list(self._planned)
         self._free += [row for _, _, row in self._stored if row is not None]
         self._stored.clear()
@@ -214,6 +229,7 @@ class StatePrefixCache(PrefixCache):
             self._drop(snapshot)
 
     def computed(self, sequence: Sequence) -> None:
+        """A step was started that computes a sequence's first `num_prefilled` tokens."""
         length, places = sequence.num_prefilled, sequence.next_snapshots
         # The next step stores none before `length + within`.
         near = any(length < place < length + self._within for place in places)
@@ -222,6 +238,7 @@ class StatePrefixCache(PrefixCache):
             self._keep(sequence, length)
 
     def ended(self, sequence: Sequence, computed: int) -> None:
+        """A sequence has ended, of which `computed` tokens are computed or in a started step. It still has its slot."""
         if computed - sequence.last_snapshot >= self._page_size:
             self._keep(sequence, computed)
 

@@ -12,6 +12,7 @@ from minirt.device import is_nvidia
 from minirt.engine.cpu_gpu_buffer import CpuGpuBuffer
 from minirt.engine.limits import EngineLimits
 from minirt.kernels.attention.limits import KV_SPLIT
+from minirt.kernels.sampling.batch import DTYPES, SamplingBatch
 from minirt.kernels.step import table as eager
 from minirt.kernels.step.table import MAX_SNAPSHOTS, NEXT_TOKENS, Columns, Rows, StepTensors
 from minirt.step.kv_cache import KVCache
@@ -24,18 +25,13 @@ _MOST_VIEWS = 512
 _SIZED = [StepTensors._fields.index(name) for name in ("tokens", "seq_lens", "logits_indices", "draw_rows")]
 _NUM_ROWS = 5  # of `Rows`, beside the tokens
 _HEAD = 4  # words of a message before them: number of edits, whether logits are needed, whether `commit_greedy` is
-_DTYPES = [  # of `StepTensors`
-    torch.float32 if name in ("temperature", "top_p", "min_p")
-    else torch.int64 if name in ("tokens", "positions", "slots", "logits_indices", "draw_rows", "seed", "step")
-    else torch.int32
-    for name in StepTensors._fields
-]  # fmt: skip
+_INT64 = "tokens", "positions", "slots", "logits_indices", "draw_rows"  # of `StepTensors`; the others are int32
 T = TypeVar("T")
 
 
 def _sizes(tokens: int, seqs: int, logits: int, draws: int) -> tuple[int, ...]:
     """The first dimensions of `StepTensors`, except for the block tables."""
-    return (tokens,) * 3 + (seqs + 1, seqs, seqs + 1, seqs, seqs, 0, logits, *((draws,) * 10))
+    return (tokens,) * 3 + (seqs + 1, seqs, seqs + 1, seqs, seqs, 0, logits, *((draws,) * 4))
 
 
 def _kept(make: Callable[..., T]) -> Callable[..., T]:
@@ -79,11 +75,13 @@ class StepBuffers:
         self, cache: KVCache, limits: EngineLimits, device: torch.device, vocab_size: int, max_seqs: int, max_tokens: int,
         max_draws: int, row_maxima_tiles: int = 0, logits_rows: int = 0,
     ) -> None:  # fmt: skip
-        self._page_size, self._device, self._kernels, self._vocab_size = cache.page_size, device, None, vocab_size
+        self._page_size, self._device, self._vocab_size = cache.page_size, device, vocab_size
+        self._kernels = None
         if is_nvidia(device):
             from minirt.kernels.step import kernels
 
             self._kernels = kernels
+        self._forms: Any = self._kernels or eager
         self._views: dict[tuple[Any, ...], Any] = {}
         history = limits.max_model_len if limits.keeps_history else 0
         self.columns = Columns(limits.max_drafts, 1, cache.pages_for(limits.max_model_len), history)
@@ -98,7 +96,9 @@ class StepBuffers:
         drafts = self.table[:, NEXT_TOKENS + 1 : NEXT_TOKENS + 1 + limits.max_drafts]
         self.drafts = drafts if limits.max_drafts else None
         sizes = _sizes(max_tokens, max_seqs, max(limits.max_logits_rows, logits_rows), max_draws)
-        step = StepTensors(*(torch.zeros(n, dtype=d, device=device) for n, d in zip(sizes, _DTYPES, strict=True)))
+        dtypes = [torch.int64 if name in _INT64 else torch.int32 for name in StepTensors._fields]
+        step = StepTensors(*(torch.zeros(n, dtype=d, device=device) for n, d in zip(sizes, dtypes, strict=True)))
+        self._settings = SamplingBatch(*(torch.zeros(max_draws, dtype=dtype, device=device) for dtype in DTYPES))
         tables = torch.zeros(self.columns.groups, max_seqs, self.columns.pages, dtype=torch.int32, device=device)
         snapshots = self._message.device[self._snapshots_at : self._edits_at].view(-1, MAX_SNAPSHOTS, 2)
         self._step = step._replace(block_tables=tables, snapshots=snapshots)
@@ -165,56 +165,61 @@ class StepBuffers:
         return StepTensors(*parts)._replace(block_tables=tables)
 
     @_kept
+    def settings(self, draws: int) -> SamplingBatch:
+        """The settings of a step's draws."""
+        return self._settings.part(slice(draws))
+
+    @_kept
     def _row_arrays(self, seqs: int) -> tuple[Any, Rows]:
         return self._message.device.numpy(), eager.arrays(self.rows(seqs))
 
     @_kept
     def _arrays_of(self, tokens: int, seqs: int, logits: int, draws: int) -> Any:
-        return eager.arrays(self.tensors(tokens, seqs, logits, draws))
+        return eager.arrays(self.tensors(tokens, seqs, logits, draws)), eager.arrays(self.settings(draws))
 
     def prepare(self, step: StepTensors, *, one_token: bool, settings: bool = True) -> None:
-        """Apply the message's edits to the table, and derive the input of the step. `one_token`, `settings`: as in `derive`."""
+        """Apply the message's edits to the table, and derive the input of the step.
+
+        Args:
+            one_token: as in `derive`.
+            settings: whether what the step has for each draw is needed.
+        """
         seqs, sizes = len(step.seq_lens), (self._page_size, KV_SPLIT)
         if (kernels := self._kernels) is not None:
             message = self._message.device
             edits = message[self._edits_at : self._tokens_at].view(-1, 4)
             kernels.edit_table(self.table, edits, message, message[:1])
-            kernels.derive(self.table, self.columns, self.rows(seqs), step, *sizes, one_token=one_token)
+            draws = self.settings(len(step.draw_rows))
+            kernels.derive(self.table, self.columns, self.rows(seqs), step, draws, *sizes, one_token=one_token)
         else:
             words, rows = self._row_arrays(seqs)
             if words[0]:
                 edits = words[self._edits_at : self._edits_at + 4 * words[0]].reshape(-1, 4)
                 eager.edit_table(self.table, edits, words)
-            arrays = self._arrays_of(*(len(step[i]) for i in _SIZED))
-            eager.derive(self.table, self.columns, rows, arrays, *sizes, one_token=one_token, settings=settings)
+            to, of_draws = self._arrays_of(*(len(step[i]) for i in _SIZED))
+            eager.derive(self.table, self.columns, rows, to, of_draws if settings else None, *sizes, one_token=one_token)
 
-    def commit(self, step: StepTensors, drawn: Tensor) -> Tensor:
-        """Write the drawn tokens [Q] into the table. Returns the result [B, 2 + drafts] on the device; see `eager.commit`."""
-        seqs = len(step.seq_lens)
-        result = self._result_of(seqs)
-        if self._kernels is not None:
-            self._kernels.commit(self.table, self.columns, self.rows(seqs), step.seq_lens, drawn, result)
-        else:
-            eager.commit(self.table, self.columns, self._row_arrays(seqs)[1], step.seq_lens, drawn, result)
-        return result
+    @_kept
+    def _operands(self, seqs: int) -> tuple[Rows, Tensor, Tensor]:
+        """Of the forms of `commit` and `report`: the rows, the result [B, 2 + drafts], and the report of drafts."""
+        rows = self._row_arrays(seqs)[1] if self._kernels is None else self.rows(seqs)
+        return rows, self._result[0, :seqs], self._result[-1, :seqs]
+
+    def commit(self, step: StepTensors, drawn: Tensor) -> None:
+        """Write the drawn tokens [Q] into the table, and the result, for `to_host`; see `eager.commit`."""
+        rows, result, _ = self._operands(len(step.seq_lens))
+        self._forms.commit(self.table, self.columns, rows, step.seq_lens, drawn, result)
 
     def commit_greedy(self, step: StepTensors, row_maxima: Tensor) -> None:
         """`commit` of the token with the largest logit of each row, by its row maxima [Q, P]. On a GPU."""
         if self._kernels is not None:
-            seqs = len(step.seq_lens)
-            operands = self.rows(seqs), step.seq_lens, row_maxima, self.greedy, self._result_of(seqs)
-            self._kernels.commit_greedy(self.table, self.columns, *operands)
-
-    @_kept
-    def _result_of(self, seqs: int) -> Tensor:
-        return self._result[0, :seqs]
+            rows, result, _ = self._operands(len(step.seq_lens))
+            self._kernels.commit_greedy(self.table, self.columns, rows, step.seq_lens, row_maxima, self.greedy, result)
 
     def report(self, seqs: int) -> None:
         """Copy the drafts of a step's sequences, for `to_host`."""
-        if self._kernels is not None:
-            self._kernels.report(self.table, self.columns, self.rows(seqs), self._result[1, :seqs], self._vocab_size)
-        else:
-            eager.report(self.table, self.columns, self._row_arrays(seqs)[1], self._result[1, :seqs], self._vocab_size)
+        rows, _, report = self._operands(seqs)
+        self._forms.report(self.table, self.columns, rows, report, self._vocab_size)
 
     def to_host(self, seqs: int) -> tuple[np.ndarray, np.ndarray | None]:
         """A step's result [B, 2 + drafts], and what `report` has copied, on the host or on their way there.
@@ -224,7 +229,7 @@ class StepBuffers:
         self._result_host.reverse()  # two, since the other's tokens may not have been read yet
         host, array = self._result_host[0]
         if len(array) == 1:
-            host[0, :seqs].copy_(self._result_of(seqs), non_blocking=True)
+            host[0, :seqs].copy_(self._operands(seqs)[1], non_blocking=True)
             return array[0, :seqs], None
         host.copy_(self._result, non_blocking=True)
         return array[0, :seqs], array[1, :seqs]

@@ -6,7 +6,6 @@ The sizes follow from the regimes that the kernels' dispatch modules declare; no
 from minirt.engine.limits import EngineLimits
 from minirt.kernels.attention.limits import KV_SPLIT, MAX_WIDENED_TOKENS
 from minirt.kernels.regimes import operations, paired_operations, representatives
-from minirt.sampling_params import SamplingParams
 from minirt.step.batch import Chunk
 from minirt.step.kv_cache import PAGE_SIZE
 
@@ -69,16 +68,3 @@ def largest_steps(limits: EngineLimits) -> list[list[Chunk]]:
         ])  # fmt: skip
     rows = min(limits.max_logits_rows, len(steps[0][0].tokens))
     return [[steps[0][0]._replace(num_logits=rows), *steps[0][1:]], *steps[1:]]
-
-
-def sampling_kinds() -> list[SamplingParams]:
-    """Sampling parameters for every variant that the sampling kernels are compiled for."""
-    from minirt.kernels.sampling.sample import VARIANTS
-
-    return [
-        SamplingParams(
-            temperature=float(not kind.all_greedy), top_k=5 * kind.any_top_k, top_p=0.9 if kind.any_top_p else 1.0,
-            min_p=0.1 * kind.any_min_p, seed=0,
-        )
-        for kind in VARIANTS
-    ]  # fmt: skip

@@ -245,7 +245,7 @@ def measured_plan(model: Model, options: LoadOptions) -> MemoryPlan:
     graphs = options.cuda_graphs and device.type == "cuda" and model.capturable
 
     def step_bytes(tokens: int) -> int | None:
-        from minirt.engine.step_memory import measure_step_bytes
+        from minirt.engine.runner import measure_step_bytes
 
         return measure_step_bytes(model, _limits(options, length, tokens), cuda_graphs=graphs)
 

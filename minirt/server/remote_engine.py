@@ -92,7 +92,7 @@ class RemoteEngine(asyncio.Protocol):
             raise self._failure.copy()
         self._send(wire.Submit.of(requests))
         for request in requests:
-            self._sinks.add(request.id, sink)
+            self._sinks[request.id] = sink
 
     def abort(self, request_ids: Sequence[int]) -> None:
         if (known := self._sinks.drop(request_ids)) and self._failure is None:

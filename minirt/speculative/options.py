@@ -1,11 +1,11 @@
 """`SpeculativeOptions`: how drafts are proposed, as plain values. Names are vLLM's. Imports no torch."""
 
-import json
 import re
 from dataclasses import dataclass
 from typing import Any
 
 from minirt.errors import ConfigError, MinirtError, UnsupportedError, quoted, shortened
+from minirt.files import parse_json
 from minirt.kernels.speculative.limits import LONGEST
 from minirt.settings import Integer, Settings, documented, setting, settings_of, switch
 
@@ -17,10 +17,6 @@ _OF_METHOD = {"ngram": ("prompt_lookup_min", "prompt_lookup_max"), "mtp": ("draf
 # vLLM's names of the methods.
 _ALSO = {"ngram_gpu": "ngram", "qwen3_5_mtp": "mtp", "qwen3_next_mtp": "mtp"}
 
-_NO_DRAFT_MODEL = "not supported: minirt has no draft models in files of their own"
-_NO_SUFFIX = "not supported: minirt has no suffix decoding"
-_ONE_VERIFICATION = "not supported: the sampler verifies drafts, which changes no distribution"
-_ADAPTS = "not needed: the number of drafts adapts to the batch by itself"
 # Keys of vLLM's config, and arguments of the same name, that have no meaning here.
 _REFUSED = {
     "model": 'not supported: minirt has no draft models in files of their own; write "method": "ngram" or "mtp"',
@@ -29,21 +25,21 @@ _REFUSED = {
         "kv_cache_dtype", "max_model_len", "revision", "code_revision", "draft_load_config", "draft_sample_method",
         "draft_lm_head_quantization", "use_heterogeneous_vocab", "use_local_argmax_reduction", "parallel_drafting",
         "disable_padded_drafter_batch", "disable_eagle_block_drop", "index_share_for_mtp_iteration", "dspark_draft_topk",
-    ), _NO_DRAFT_MODEL),
+    ), "not supported: minirt has no draft models in files of their own"),
     **dict.fromkeys((
         "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor",
         "suffix_decoding_min_token_prob",
-    ), _NO_SUFFIX),
-    **dict.fromkeys(
-        ("rejection_sample_method", "synthetic_acceptance_rates", "synthetic_acceptance_length"), _ONE_VERIFICATION
-    ),
-    **dict.fromkeys(
-        ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification", "disable_by_batch_size"), _ADAPTS
-    ),
+    ), "not supported: minirt has no suffix decoding"),
+    **dict.fromkeys((
+        "rejection_sample_method", "synthetic_acceptance_rates", "synthetic_acceptance_length",
+    ), "not supported: the sampler verifies drafts, which changes no distribution"),
+    **dict.fromkeys((
+        "num_speculative_tokens_per_batch_size", "enable_adaptive_verification", "disable_by_batch_size",
+    ), "not needed: the number of drafts adapts to the batch by itself"),
     "enforce_eager": "not supported for drafts alone: --no-cuda-graphs is for the whole model",
 }  # fmt: skip
 _LOOKUP = _OF_METHOD["ngram"]
-_KEYS = ("method", "num_speculative_tokens", *_LOOKUP)  # those of vLLM's that are taken
+_EXAMPLE = 'write an object such as {"method": "ngram", "num_speculative_tokens": 4}'
 
 
 @documented
@@ -138,12 +134,10 @@ class SpeculativeOptions(Settings):
             UnsupportedError: a key or a method of vLLM that minirt does not have.
         """
         given: dict[str, Any] = {}
-        for key, value in _json_object(text, place):
-            if key in given:
-                raise ConfigError("a key is repeated", where=place, found=shortened(key, 80))
+        for key, value in parse_json(text, place, error=ConfigError, hint=_EXAMPLE).items():
             if key in _REFUSED:
                 raise UnsupportedError("minirt does not have this key of vLLM", where=place, found=key, hint=_REFUSED[key])
-            if key not in (known := (*_KEYS, *_OF_METHOD["mtp"])):
+            if key not in (known := [name for name in settings_of(cls) if name != "adaptive"]):
                 raise ConfigError("unknown key", where=place, expected=", ".join(known), found=shortened(key, 80))
             given[key] = value
         given = {key: value for key, value in given.items() if value is not None}  # as in vLLM, null is not given
@@ -155,31 +149,10 @@ class SpeculativeOptions(Settings):
             value = given.get(one)
             if other not in given and type(value) is int and 1 <= value <= LONGEST:  # another value is refused by its own name
                 given[other] = value
-        return _made(given, place)
-
-
-def _made(given: dict[str, Any], place: str) -> SpeculativeOptions:
-    try:
-        return SpeculativeOptions(**given)
-    except MinirtError as error:
-        raise error.at(f"{place}, {error.where}") from None
-
-
-def _json_object(text: str, place: str) -> list[tuple[str, Any]]:
-    """The keys and values of a JSON object, in order."""
-
-    class Pairs(list[tuple[str, Any]]):
-        """Those of an object, whereas a list is an array."""
-
-    try:
-        content = json.loads(text, object_pairs_hook=Pairs)
-    except (ValueError, RecursionError) as error:
-        what = "nested too deeply" if isinstance(error, RecursionError) else error
-        example = '{"method": "ngram", "num_speculative_tokens": 4}'
-        raise ConfigError(f"is not readable JSON: {what}", where=place, expected=f"an object such as {example}") from None
-    if not isinstance(content, Pairs):
-        raise ConfigError("is not a JSON object", where=place, found=type(content).__name__)
-    return content
+        try:
+            return cls(**given)
+        except MinirtError as error:
+            raise error.at(f"{place}, {error.where}") from None
 
 
 def drafts_of(speculative: Any) -> tuple[int, bool]:

@@ -5,7 +5,7 @@ It names sequences by slot, and says nothing that only the device knows: how man
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -52,23 +52,25 @@ class Snapshot(NamedTuple):
     offset: int
 
 
-@dataclass(eq=False)
 class PlannedSequences:
     """The sequences of a step, in order.
 
     Args:
-        values: [6, B] int64, with which NumPy indexes fastest; one row for each property:
-            slots: the row of the table.
-            starts: position of the first new token, whose tokens the plan has; −1: it goes on with the next tokens of its slot.
-            num_tokens: number of new tokens; with next tokens, the maximum.
-            num_logits: number of the last new tokens that need logits.
-            num_draws: how many of these, the last ones, a token is drawn from.
-            seq_lens: cached tokens after the step, at most.
+        values: [6, B] int64, with which NumPy indexes fastest; one row for each of these attributes.
         sums: of `num_tokens`, `num_logits` and `num_draws`, which the scheduler knows: NumPy is slow for a few numbers.
+
+    Attributes:
+        slots: the row of the table.
+        starts: position of the first new token, whose tokens the plan has; −1: it goes on with the next tokens of its slot.
+        num_tokens: number of new tokens; with next tokens, the maximum.
+        num_logits: number of the last new tokens that need logits.
+        num_draws: how many of these, the last ones, a token is drawn from.
+        seq_lens: cached tokens after the step, at most.
     """
 
-    values: np.ndarray
-    sums: list[int]
+    def __init__(self, values: np.ndarray, sums: list[int]) -> None:
+        self.values, self.sums = values, sums
+        self.slots, self.starts, self.num_tokens, self.num_logits, self.num_draws, self.seq_lens = values
 
     @classmethod
     def of(cls, sequences: Iterable[tuple[int, int, int, int, int, int]]) -> "PlannedSequences":
@@ -76,32 +78,11 @@ class PlannedSequences:
         values = np.array(list(sequences), np.int64).reshape(-1, 6).T
         return cls(values, values[2:5].sum(1).tolist())
 
+    def __reduce__(self) -> Any:
+        return PlannedSequences, (self.values, self.sums)
+
     def __len__(self) -> int:
         return self.values.shape[1]
-
-    @property
-    def slots(self) -> np.ndarray:
-        return self.values[0]
-
-    @property
-    def starts(self) -> np.ndarray:
-        return self.values[1]
-
-    @property
-    def num_tokens(self) -> np.ndarray:
-        return self.values[2]
-
-    @property
-    def num_logits(self) -> np.ndarray:
-        return self.values[3]
-
-    @property
-    def num_draws(self) -> np.ndarray:
-        return self.values[4]
-
-    @property
-    def seq_lens(self) -> np.ndarray:
-        return self.values[5]
 
 
 class SlotRules(NamedTuple):
@@ -133,16 +114,14 @@ class Sampling(NamedTuple):
     """What the draws of a step need. Stages that no row uses are not launched.
 
     Args:
-        all_greedy, any_top_k, any_top_p, any_min_p: as in `SamplingBatch`.
+        all_greedy, filters: whether no draw has a temperature; the filters that a draw uses (`SamplingBatch`).
         any_rules, any_bias, any_ban: whether a sequence has rules for its logits; biases; forbidden tokens.
         masked: masks of the draws follow, see `Runner.draw`.
         logprobs: for each draw, the number of most probable tokens to list, −1 for no log-probabilities. Empty: no request asks.
     """
 
     all_greedy: bool = True
-    any_top_k: bool = False
-    any_top_p: bool = False
-    any_min_p: bool = False
+    filters: tuple[str, ...] = ()
     any_rules: bool = False
     any_bias: bool = False
     any_ban: bool = False

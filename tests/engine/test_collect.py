@@ -49,19 +49,19 @@ def collected(seed, few, monkeypatch):
             (batch.input_ids[batch.logits_indices] % 41 == NO_LOGITS)[:, None], float("nan")
         )
     seen, sides, preempted = [], [0, 0], 0
-    extend, away = it._scheduler.slots.extend, it._collector._preempted
+    slots, preempt, extend = it._scheduler.slots, it._scheduler._preempt, it._scheduler.slots.extend
 
     def count_sides(slots, *arguments):
         sides[len(slots) > slots_module.FEW] += len(slots) > 0
         return extend(slots, *arguments)
 
-    def count_preempted(*arguments):
+    def count_preempted(sequence):
         nonlocal preempted
-        preempted += 1
-        return away(*arguments)
+        preempted += int(slots.steps[sequence.slot] > 0)
+        preempt(sequence)
 
-    monkeypatch.setattr(it._scheduler.slots, "extend", count_sides)
-    monkeypatch.setattr(it._collector, "_preempted", count_preempted)
+    monkeypatch.setattr(slots, "extend", count_sides)
+    monkeypatch.setattr(it._scheduler, "_preempt", count_preempted)
     for step in range(MOST_STEPS):
         for arrival, request, _, aborted in requests:
             if arrival == step:

@@ -12,10 +12,11 @@ import pytest
 import torch
 from engine.test_engine import IDS, PAGE, VOCAB, following
 
-from minirt.engine.draft_lengths import DraftLengths, OnlineStepTimes
+from minirt.engine.draft_lengths import DraftLengths
 from minirt.engine.engine import Engine, Request
 from minirt.engine.limits import EngineLimits
 from minirt.engine.slots import HostSlots
+from minirt.engine.step_times import OnlineStepTimes
 from minirt.errors import EngineError
 from minirt.kernels.step.table import MATCHED, NEXT_TOKENS, NUM_CACHED, NUM_NEXT, PROMPT_LEN
 from minirt.sampling_params import SamplingParams, resolve

@@ -16,10 +16,10 @@ import pytest
 from engine.test_engine import PAGE, engine, following, undisturbed
 from support.native import native_error
 
-from minirt.engine import collector, engine_thread, planning, scheduler, sinks, waiting_queue
+from minirt.engine import collector, engine_thread, planning, scheduler, sinks
 from minirt.engine import engine as engine_module
 from minirt.engine.engine import Request
-from minirt.engine.engine_thread import EngineThread, _Submit
+from minirt.engine.engine_thread import EngineThread
 from minirt.errors import DeviceFailedError, EngineError, MinirtError, QueueFullError
 from minirt.sampling_params import SamplingParams, resolve
 from minirt.step import kv_cache
@@ -188,7 +188,7 @@ def test_streams_are_read_in_any_order(thread):
     assert at_rest(it, cache)
 
 
-MODULES = (engine_module, collector, engine_thread, scheduler, sinks, waiting_queue, planning, kv_cache)
+MODULES = (engine_module, collector, engine_thread, scheduler, sinks, planning, kv_cache)
 FILES = {module.__file__ for module in MODULES}
 
 
@@ -212,7 +212,7 @@ def count_lines(thread_work, at=None):
         nonlocal seen
         if frame.f_code.co_filename not in FILES:
             return None
-        if frame.f_code.co_name in ("_run", "_recover", "recover", "_end", "_refuse", "fail", "reset", "_closed"):
+        if frame.f_code.co_name in ("_run", "_recover", "recover", "_end", "refuse", "fail", "reset", "_closed"):
             return trace if frame.f_code.co_name == "_run" and event == "call" else None  # what answers an exception
         if event == "line" and on:
             seen += 1
@@ -526,7 +526,8 @@ def test_a_step_costs_nothing_for_requests_that_wait(thread):
 
         def steps(engine):
             """Also the first steps, so that no others run before them. No finalizer of an older test may run in between."""
-            it._carry_out(_Submit(client.outputs, requests))
+            it._sinks.update(dict.fromkeys([each.id for each in requests], client.outputs))
+            list(map(engine.add, requests))
             for _ in range(3):
                 it._sinks.deliver(engine.step())
             gc.disable()

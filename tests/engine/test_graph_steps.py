@@ -75,7 +75,7 @@ def test_steps_in_static_buffers_give_the_tokens_of_other_steps(monkeypatch):
     monkeypatch.setattr(runner_module, "CudaGraphs", Graphs)
     monkeypatch.setattr(step_buffers, "is_nvidia", lambda device: True)
     drawn, draw = [], SamplingStages.draw
-    monkeypatch.setattr(SamplingStages, "draw", lambda *args: drawn.append(args[4].sampling) or draw(*args))
+    monkeypatch.setattr(SamplingStages, "draw", lambda *args: drawn.append(args[5].sampling) or draw(*args))
     found, graphs = run(build("qwen2", "triton"), graphs=True)
     assert found == expected
     assert drawn

@@ -22,17 +22,19 @@ from minirt.engine.buckets import (
 )
 from minirt.engine.limits import MAX_LOGITS_ROWS, EngineLimits
 from minirt.engine.runner import Runner
-from minirt.engine.warmup import _prompts, sampling_kinds, warm_up_steps
+from minirt.engine.warmup import _prompts, warm_up_steps
 from minirt.kernels.attention import dispatch as attention
 from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.kernels.attention.operands import decode_lookup_size
 from minirt.kernels.linear import dispatch
 from minirt.kernels.linear.product import Product
+from minirt.kernels.sampling.batch import SamplingBatch
 from minirt.layers import base
 from minirt.modeling.formats import QuantizedToFp8
 from minirt.modeling.model import Model
 from minirt.models.presets import raw_configs
 from minirt.progress import COMPILING
+from minirt.sampling_params import FILTERS
 from minirt.step.batch import Batch, Chunk
 from minirt.step.kv_cache import KVCache, PagesSpec
 from minirt.step.plan import PlannedSequences, Scored, StepPlan
@@ -173,8 +175,8 @@ def test_one_layer_of_each_compile_key_runs_in_a_dry_run(monkeypatch):
 
 
 def test_every_way_of_sampling_is_run():
-    filters = {(s.temperature > 0, (s.top_k or 0) > 0, (s.top_p or 1) < 1, (s.min_p or 0) > 0) for s in sampling_kinds()}
-    assert len(filters) == 9
+    variants = SamplingBatch.variants(torch.device("cpu"))
+    assert len({tuple(column is None for column in settings) for settings in variants}) == 1 + 2 ** len(FILTERS)
 
 
 def test_small_layers_have_graphs_for_more_tokens():
@@ -241,7 +243,7 @@ def test_stages_of_a_warm_up(monkeypatch):
     model = object.__new__(Model)
     model.row_maxima_tiles = lambda rows: 0
     own = SimpleNamespace(
-        _cuda=True, _model=model, _buckets=buckets, _graphs=object(), _device=torch.device("cpu"),
+        _cuda=True, _model=model, buckets=buckets, _graphs=object(), _device=torch.device("cpu"),
         _buffers=SimpleNamespace(row_maxima_of=lambda *_: None), _sample=lambda *_: None, _capture=lambda *_, **__: None,
         _reserve=lambda *_: None, launch_all=lambda _: None, _measure_prompts=lambda _: None, _limits=EngineLimits(64),
     )  # fmt: skip

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 
 from minirt.engine.engine import Request
 from minirt.engine.limits import EngineLimits
-from minirt.engine.prompt_time import PromptTime
-from minirt.engine.scheduler import Scheduler
+from minirt.engine.scheduler import Scheduler, WaitingQueue
 from minirt.engine.sequence import Sequence
 from minirt.engine.slots import HostSlots
-from minirt.engine.waiting_queue import WaitingQueue
+from minirt.engine.step_times import PromptTime
 from minirt.sampling_params import SamplingParams, resolve
 from minirt.step.kv_cache import KVCache, PagesSpec
 
@@ -328,7 +327,8 @@ class Prompts:
         if work is not None:
             self.it.started(work)
             draws = work.planned.num_draws
-            self.it.read(work.planned.slots[draws > 0], draws[draws > 0])
+            self.it.slots.steps[work.planned.slots] -= draws > 0
+            self.it.slots.unread[work.planned.slots] -= draws
             for place, sequence in work.prompts:
                 computed[sequence.id] = int(work.planned.num_tokens[place])
                 if draws[place]:

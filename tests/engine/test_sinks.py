@@ -25,7 +25,7 @@ def output(request_id, token, reason=None):
 def test_a_step_is_one_delivery_for_each_sink():
     sinks, a, b = Sinks(), Box(), Box()
     for request_id, box in ((1, a), (2, b), (3, a), (4, b)):
-        sinks.add(request_id, box)
+        sinks[request_id] = box
     assert sinks.drop([4, 9]) == [4], "9 was never open"
     sinks.deliver([output(3, 30), output(2, 20, "stop"), output(4, 40), output(1, 10), output(7, 70)])
     assert a.got == [[(3, (30,), None), (1, (10,), None)]]
@@ -42,7 +42,7 @@ def test_a_sink_may_drop_requests_while_it_takes_outputs():
     sinks = Sinks()
     slow, other = Box(lambda: sinks.drop([1, 2])), Box()
     for request_id, box in ((1, slow), (2, slow), (3, other)):
-        sinks.add(request_id, box)
+        sinks[request_id] = box
     for _ in range(2):
         sinks.deliver([output(1, 10), output(3, 30), output(2, 20, "stop")])
     assert slow.got == [[(1, (10,), None), (2, (20,), "stop")]]
@@ -57,7 +57,7 @@ def test_each_request_fails_with_an_exception_of_its_own():
 
     sinks, found, cause = Sinks(), [], ValueError("why")
     for request_id in (1, 2, 3):
-        sinks.add(request_id, Errors())
+        sinks[request_id] = Errors()
     error = EngineError("ended", where="here", hint="do this")
     error.__cause__ = cause
     sinks.fail([1, 3, 8], error)

@@ -520,17 +520,17 @@ def test_models_of_attention_layers_copy_nothing(monkeypatch):
     it, _ = attention_engine(lookahead=1)
     called, plans, start = [], [], it._runner.start
     cache = it._scheduler.prefix_cache
-    for name in ("hits", "take", "chunk_end", "copies", "started", "failed", "computed", "ended"):
+    for name in ("find", "hits", "take", "count", "root", "extend_keys"):
         own = getattr(cache, name)
         monkeypatch.setattr(cache, name, lambda *args, name=name, own=own: called.append(name) or own(*args))
     it._runner.start = lambda plan: plans.append(plan) or start(plan)
     it.add(Request(next(NUMBERS), list(range(10, 23)), resolve(SamplingParams(max_tokens=9, temperature=0.0), None)))
     it.step()
-    assert set(called) == {"hits", "take", "chunk_end", "computed"}
-    count = len(called)
+    assert set(called) >= {"hits", "take"}
+    called.clear()
     while it.has_work:
         it.step()
-    assert len(called) == count
+    assert set(called) <= {"extend_keys"}, "of a page that is full"
     assert all(plan.copies is NO_COPIES for plan in plans)
 
 

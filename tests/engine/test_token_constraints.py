@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minirt.engine import sampling_stages
+from minirt.engine.collector import no_token
+from minirt.engine.compiling_requests import CompilingRequests
 from minirt.engine.engine import Request
-from minirt.engine.failures import no_token
 from minirt.engine.sampler import SamplingBatch, sample
 from minirt.errors import EngineError, InputError, NumericsError, UnsupportedError
 from minirt.sampling_params import SamplingParams, resolve
@@ -290,7 +291,7 @@ def test_a_constraint_that_does_not_compile_ends_its_request():
         request = Request(next(IDS), [1, 2], own, (EOS,))
         it.add(request)
         if kind is EngineError:
-            it._compiling._futures[request.id].set_exception(KeyError("x"))
+            it._compiling[request.id].set_exception(KeyError("x"))
         outputs = []
         for _ in range(20):
             it._constraints.tick()
@@ -333,14 +334,14 @@ def test_a_request_whose_constraint_cannot_be_prepared_does_not_run_without_it(m
 
 
 def test_a_step_costs_nothing_for_constraints_that_are_being_compiled():
-    class Untouched(dict):
+    class Untouched(CompilingRequests):
         def items(self):
             raise AssertionError("a step looks at all of them")
 
         values = __iter__ = items
 
     it, _ = bound_engine(late=3)
-    it._compiling._futures = Untouched()
+    it._compiling = Untouched(it._constraints)
     add(it, [1, 2], resolve(SamplingParams(max_tokens=20), None))
     bound = [Request(next(IDS), [7, 8], resolve(SamplingParams(max_tokens=2, **BOUND), None), (EOS,)) for _ in range(3)]
     for request in bound:

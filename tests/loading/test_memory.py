@@ -94,13 +94,13 @@ def needed(model, limits, **_):
 
 def test_a_measured_plan_says_what_it_cannot_do(free, monkeypatch):
     free(400)
-    monkeypatch.setattr("minirt.engine.step_memory.measure_step_bytes", needed)
+    monkeypatch.setattr("minirt.engine.runner.measure_step_bytes", needed)
     with pytest.warns(
         RuntimeWarning, match=r"room for 5,504 tokens, so the context is that instead of 6,400.*--kv-cache-dtype fp8"
     ):
         made = measured_plan(Model(), LoadOptions())
     assert made.measured
-    monkeypatch.setattr("minirt.engine.step_memory.measure_step_bytes", lambda model, limits, **_: None)
+    monkeypatch.setattr("minirt.engine.runner.measure_step_bytes", lambda model, limits, **_: None)
     with pytest.raises(OutOfMemoryError, match=r"weights 1,?000MiB.*expected .*found 1\.32GiB, 90% of 1\.46GiB free"):
         measured_plan(Model(), LoadOptions())
 
@@ -108,7 +108,7 @@ def test_a_measured_plan_says_what_it_cannot_do(free, monkeypatch):
 def test_a_cache_that_was_asked_for_and_shortens_the_context_says_so(free, monkeypatch):
     """Catches `--kv-cache-memory` that lowers the context without a word, with other processes as the reason, or a warning
     although the context is whole."""
-    monkeypatch.setattr("minirt.engine.step_memory.measure_step_bytes", lambda model, limits, **_: 10 * MB)
+    monkeypatch.setattr("minirt.engine.runner.measure_step_bytes", lambda model, limits, **_: 10 * MB)
     free(600, others=2500)
     words = r"--kv-cache-memory 12MiB has room for 768 tokens, so the context is that instead of 6,400: use --max-model-len 768 "
     with pytest.warns(RuntimeWarning, match=words + "or --kv-cache-memory 100MiB or --kv-cache-dtype fp8") as said:
@@ -122,7 +122,7 @@ def test_a_cache_that_was_asked_for_and_shortens_the_context_says_so(free, monke
 
 def test_a_context_that_was_asked_for_is_not_shortened(free, monkeypatch):
     """Catches an explicit max_model_len that is lowered, by the free memory or by the cache's; and one page too few."""
-    monkeypatch.setattr("minirt.engine.step_memory.measure_step_bytes", needed)
+    monkeypatch.setattr("minirt.engine.runner.measure_step_bytes", needed)
     free(400)
     words = r"--max-model-len 6400: a context of 6,400 tokens needs 100MiB of KV cache, which has room for 86MiB, 5,504 tokens"
     with pytest.raises(OutOfMemoryError, match=words + r" \(use --max-model-len 5504\)") as error:
@@ -191,7 +191,7 @@ def test_what_other_processes_hold_is_said(free, monkeypatch):
     assert (made.total, made.held_by_others, made.budget) == (4096 * MB, 2500 * MB, 1350 * MB)
     with pytest.raises(OutOfMemoryError, match=rf"found 1\.32GiB, 90% of 1\.46GiB free \({words}\)"):
         raise does_not_fit(made, "cuda:0", "use --fp8")
-    monkeypatch.setattr("minirt.engine.step_memory.measure_step_bytes", needed)
+    monkeypatch.setattr("minirt.engine.runner.measure_step_bytes", needed)
     with pytest.warns(RuntimeWarning, match=rf"so the context is that instead of 6,400.*; {words}"):
         measured_plan(Model(), LoadOptions())
     for others in (0, None):
@@ -304,7 +304,7 @@ def test_kept_states(free):
 def test_no_room_for_kept_states_is_said(free, monkeypatch):
     """250 MiB for states, steps and pages: less than 40 are left."""
     free(400)
-    monkeypatch.setattr("minirt.engine.step_memory.measure_step_bytes", lambda *_, **__: 95 * MB)
+    monkeypatch.setattr("minirt.engine.runner.measure_step_bytes", lambda *_, **__: 95 * MB)
     with pytest.warns(RuntimeWarning, match="no prefix cache: .* 10MiB .*--state-cache-memory"):
         assert measured_plan(Recurrent(), LoadOptions(max_num_seqs=12)).snapshots == 0
     with warnings.catch_warnings():
@@ -327,7 +327,7 @@ def test_fewer_sequences_are_said(free, monkeypatch):
     free(400)
     seen = []
     monkeypatch.setattr(
-        "minirt.engine.step_memory.measure_step_bytes", lambda model, limits, **_: seen.append(limits.max_num_seqs) or MB
+        "minirt.engine.runner.measure_step_bytes", lambda model, limits, **_: seen.append(limits.max_num_seqs) or MB
     )
     with pytest.warns(RuntimeWarning, match=r"12 instead of 64 sequences run at once \(--max-num-seqs\): .* 10MiB"):
         made = measured_plan(Recurrent(), LoadOptions())

@@ -10,7 +10,7 @@ from minirt.errors import InputError
 from minirt.kernels.step import table as words
 from minirt.kernels.step.table import Columns, Rows
 from minirt.sampling_params import SamplingParams, resolve
-from minirt.speculative.ngram import NgramProposer
+from minirt.speculative.proposers import NgramProposer
 from minirt.step.kv_cache import KVCache, PagesSpec
 
 

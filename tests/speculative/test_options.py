@@ -95,7 +95,7 @@ def test_short_texts_are_checked(text, message):
         ("", ConfigError, "is not readable JSON: .* an object such as"), ("[" * 100_000, ConfigError, "is not readable JSON"),
         ('[["method", "ngram"]]', ConfigError, "is not a JSON object"),
         ("{}", ConfigError, 'the method is missing; expected "method": "ngram"'),
-        ('{"method": "ngram", "method": "ngram"}', ConfigError, "a key is repeated; found method"),
+        ('{"method": "ngram", "method": "ngram"}', ConfigError, "a key is repeated, and its values may differ; found 'method'"),
         ('{"method": "ngram", "k": 4}', ConfigError, "unknown key; expected method, num_.*; found k"),
         ('{"method": "ngram", "model": "x/y"}', UnsupportedError, "this key of vLLM; found model .*no draft models"),
         ('{"method": "ngram", "model": null}', UnsupportedError, "found model"),

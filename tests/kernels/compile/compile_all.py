@@ -31,6 +31,7 @@ from minirt.kernels.moe import dispatch as moe
 from minirt.kernels.moe import experts_sm90, route
 from minirt.kernels.moe.mixture import SharedOutput
 from minirt.kernels.reference import SharedExpert, computes_shared
+from minirt.kernels.sampling.batch import DTYPES, SamplingBatch
 from minirt.kernels.speculative import draft_model, ngram
 from minirt.kernels.speculative.draft_input import draft_input
 from minirt.kernels.speculative.draft_model_reference import DraftTokens
@@ -448,14 +449,14 @@ def step_table(calls: Calls) -> None:
     ):  # fmt: skip
         table, R, long = ints(9, columns.words), B * (1 + columns.drafts), torch.int64
         message, rows = ints(80), Rows(*(ints(B) for _ in range(5)), ints(T))
-        floats = calls.empty(R, like=torch.float32)
         out = StepTensors(
             ints(T, like=long), ints(T, like=long), ints(T, like=long), ints(B + 1), ints(B), ints(B + 1), ints(B),
             ints(B, MAX_SNAPSHOTS, 2), ints(columns.groups, B, columns.pages), ints(R, like=long), ints(R, like=long),
-            *(ints(R) for _ in range(3)), floats, ints(R), floats, floats, ints(R, like=long), ints(R, like=long),
+            *(ints(R) for _ in range(3)),
         )  # fmt: skip
+        settings = SamplingBatch(*(ints(R, like=dtype) for dtype in DTYPES))
         step.edit_table(table, message.view(20, 4), message, message[:1])
-        step.derive(table, columns, rows, out, PAGE, 256, one_token=one_token)
+        step.derive(table, columns, rows, out, settings, PAGE, 256, one_token=one_token)
         step.commit(table, columns, rows, out.seq_lens, ints(R, like=long), ints(B, 2 + columns.drafts))
         maxima = ints(R, 1188, like=long)
         step.commit_greedy(table, columns, rows, out.seq_lens, maxima, message[2:3], ints(B, 2 + columns.drafts))

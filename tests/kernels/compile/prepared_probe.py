@@ -26,6 +26,7 @@ from minirt import kernels
 from minirt.kernels import bandwidth, launch, prepared
 from minirt.kernels.compile.ahead_of_time import compile_ahead, without_launches
 from minirt.kernels.linear import dispatch as linear
+from minirt.kernels.sampling.batch import DTYPES, SamplingBatch
 from minirt.kernels.sampling.filters import SamplingWorkspace
 from minirt.kernels.sampling.logprobs import MAX_TOP, token_logprobs
 from minirt.kernels.sampling.process import process, record
@@ -218,13 +219,13 @@ def other_kernels() -> None:
         return torch.zeros(*shape, dtype=like)
 
     B, V = 3, 5000
-    logits, floats, longs = torch.zeros(B, V), torch.zeros(B), ints(B, like=torch.int64)
+    logits, longs = torch.zeros(B, V), ints(B, like=torch.int64)
     bandwidth.read_sums(torch.zeros(70000))
     # On Hopper, `gemv_int4` is left with activations of 32 bits.
     linear.norm_linear(torch.zeros(1, 577), torch.zeros(577), 1e-6, ints(131, 160, like=torch.int16), scale=ints(5, 131))
-    flags = {"any_top_k": True, "any_top_p": True, "any_min_p": True}
-    sample(logits, floats, ints(B), floats, floats, longs, longs, all_greedy=False, **flags)
-    sample(logits, floats, ints(B), floats, floats, longs, longs, all_greedy=True, **flags, row_maxima=longs.view(B, 1))
+    settings = SamplingBatch(*(ints(B, like=dtype) for dtype in DTYPES))
+    sample(logits, settings)
+    sample(logits, settings.needed((), all_greedy=True), row_maxima=longs.view(B, 1))
     row_maxima(logits, ints(1), SamplingWorkspace(B, V, "cpu"))
     N = MOST_ENTRIES
     lists = (ints(4, N), torch.zeros(4, N), ints(4, N, 4), ints(4, N), ints(4, N))

@@ -16,13 +16,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from minirt.engine.sampler import SamplingBatch, exponential_noise, filtered_weights, sample
 from minirt.errors import InputError
 from minirt.kernels.sampling import filters
 from minirt.kernels.sampling import sample as kernel
-from minirt.kernels.sampling.filters import LIGHTEST, Rows, divided, select, weights_of
+from minirt.kernels.sampling.filters import LIGHTEST, divided, select, weights_of
 from minirt.sampling_params import EffectiveSampling, SamplingParams, resolve
 
 INF, NAN = math.inf, math.nan
@@ -50,12 +49,6 @@ def mixed(count: int, device: torch.device, seed: int = 0) -> SamplingBatch:
     return SamplingBatch.build(requests, device)
 
 
-def run(logits: Tensor, batch: SamplingBatch, **options) -> Tensor:
-    names = ("temperature", "top_k", "top_p", "min_p", "seed", "step")
-    flags = {name: getattr(batch, name) for name in ("all_greedy", "any_top_k", "any_top_p", "any_min_p")}
-    return kernel.sample(logits, *(getattr(batch, name) for name in names), **flags, **options)
-
-
 def garbage(workspace: kernel.SamplingWorkspace, seed: int) -> kernel.SamplingWorkspace:
     """Fill every buffer but the counters with random bits."""
     generator = torch.Generator().manual_seed(seed)
@@ -73,11 +66,11 @@ def test_tokens_are_the_eager_samplers(case, make, device):
     logits += make(B, 1, dtype=torch.float32, scale=60.0)  # shows a row that uses its neighbour's maximum
     out = torch.full((B,), -7, device=device)
     workspace = garbage(kernel.SamplingWorkspace(B + 2, V + 5, device), 1)
-    assert run(logits, batch, workspace=workspace, out=out) is out
+    assert kernel.sample(logits, batch, workspace=workspace, out=out) is out
     assert out.tolist() == sample(logits, batch, "eager").tolist()
     # Half of the rows, in the workspace as the first call left it.
     half = mixed(B // 2, device, seed=V + 1)
-    assert run(logits[: B // 2], half, workspace=workspace).tolist() == sample(logits[: B // 2], half, "eager").tolist()
+    assert kernel.sample(logits[: B // 2], half, workspace=workspace).tolist() == sample(logits[: B // 2], half, "eager").tolist()
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.8}, {"top_k": 9}, {"top_p": 0.9}], ids=str)
@@ -85,8 +78,8 @@ def test_batches_of_one_kind(options, make, device):
     """These batches skip whole passes, and everything that those would clear or compute."""
     logits = make(4, 1031, dtype=torch.float32, scale=2.0)
     batch = SamplingBatch.build([(settings(seed=2**63 + 1, **options), i) for i in range(4)], device)
-    workspace = kernel.SamplingWorkspace(4, 1031, device, greedy_only=batch.all_greedy)
-    assert run(logits, batch, workspace=garbage(workspace, 2)).tolist() == sample(logits, batch, "eager").tolist()
+    workspace = kernel.SamplingWorkspace(4, 1031, device, greedy_only=batch.temperature is None)
+    assert kernel.sample(logits, batch, workspace=garbage(workspace, 2)).tolist() == sample(logits, batch, "eager").tolist()
 
 
 RNG = np.random.default_rng(2)
@@ -113,14 +106,14 @@ def test_filters_stop_where_eager_does(name, device):
     logits = row.expand(len(KEEP), -1).contiguous()
     batch = SamplingBatch.build([(settings(seed=i, **options), i) for i, options in enumerate(KEEP)], device)
     workspace = garbage(kernel.SamplingWorkspace(len(KEEP), row.numel(), device), 3)
-    tokens = run(logits, batch, workspace=workspace)
+    tokens = kernel.sample(logits, batch, workspace=workspace)
     assert tokens.tolist() == sample(logits, batch, "eager").tolist()
     w = workspace.buffers
     w.sums.zero_()
     w.facts[:, LIGHTEST.value] = 0
     w.unsettled.copy_(torch.tensor([len(KEEP), *range(len(KEEP))]))  # no row is settled
     for by_mass in (False, True):
-        select(logits, Rows(batch.temperature, batch.top_k, batch.top_p, None, batch.seed, batch.step), w, by_mass)
+        select(logits, batch.needed(("top_k", "top_p")), w, by_mass)
     for options, limits in zip(KEEP, w.limits.cpu().numpy(), strict=True):
         only_k = {k: v for k, v in options.items() if k != "top_p"}
         for limit, used in zip(limits, (only_k, options), strict=True):
@@ -142,12 +135,12 @@ def test_rows_without_a_distribution(device):
     ]  # fmt: skip
     logits = torch.tensor([row for row, _, _ in rows], device=device)
     greedy = SamplingBatch.build([(settings(0), 0)] * len(rows), device)
-    assert run(logits, greedy).tolist() == [token for _, token, _ in rows]
+    assert kernel.sample(logits, greedy).tolist() == [token for _, token, _ in rows]
     logits = logits.repeat(4, 1)
     filters = {"temperature": 0.4, "top_k": 3, "top_p": 0.99, "min_p": 0.1}
     for options in ({"temperature": 0.05}, filters):
         batch = SamplingBatch.build([(settings(seed=i, **options), i) for i in range(len(logits))], device)
-        tokens = run(logits, batch, workspace=garbage(kernel.SamplingWorkspace(len(logits), 5, device), 4)).tolist()
+        tokens = kernel.sample(logits, batch, workspace=garbage(kernel.SamplingWorkspace(len(logits), 5, device), 4)).tolist()
         for token, (_, _, allowed) in zip(tokens, rows * 4, strict=True):
             assert token in allowed
 
@@ -157,7 +150,7 @@ def test_a_row_with_nan_in_a_later_part(make, device):
     logits[0, 4098], logits[1, 2048], logits[2, 4098] = NAN, 100.0, 100.0
     for options in ({"temperature": 0}, {"top_p": 0.9}):
         batch = SamplingBatch.build([(settings(**options), 0)] * 3, device)
-        assert run(logits, batch).tolist() == [-1, 2048, 4098]
+        assert kernel.sample(logits, batch).tolist() == [-1, 2048, 4098]
 
 
 def test_greedy_from_an_lm_heads_row_maxima(make, device):
@@ -174,11 +167,11 @@ def test_greedy_from_an_lm_heads_row_maxima(make, device):
     batch = SamplingBatch.build([(settings(temperature=0), 0)] * B, device)
     expected = sample(logits, batch, "eager").tolist()
     assert [row for row in range(B) if expected[row] == -1] == [1, 2, 4]
-    assert run(-logits, batch, row_maxima=buffer[:, :parts]).tolist() == expected
+    assert kernel.sample(-logits, batch, row_maxima=buffer[:, :parts]).tolist() == expected
     sampled = SamplingBatch.build([(settings(seed=i), 0) for i in range(B)], device)
-    assert run(logits, sampled, row_maxima=buffer[:, :parts]).tolist() == run(logits, sampled).tolist()
+    assert kernel.sample(logits, sampled, row_maxima=buffer[:, :parts]).tolist() == kernel.sample(logits, sampled).tolist()
     with pytest.raises(InputError, match="row_maxima: wrong shape"):
-        run(logits, batch, row_maxima=buffer[1:])
+        kernel.sample(logits, batch, row_maxima=buffer[1:])
 
 
 @triton.jit
@@ -240,7 +233,7 @@ def test_the_winner_among_almost_equals(temperature, device):
     logits = (batch.temperature.cpu().double()[:, None] * (noise.log() + above)).float()
     race = logits.double() / batch.temperature.cpu().double()[:, None] - noise.log()
     assert (race.topk(2).values.diff(dim=1) < -(2.0**-17)).all()  # the rounding of logits has not hidden the winner
-    tokens = run(logits.to(device), batch)
+    tokens = kernel.sample(logits.to(device), batch)
     assert tokens.tolist() == winners.tolist() == sample(logits.to(device), batch, "eager").tolist()
 
 
@@ -254,7 +247,7 @@ def test_equal_and_masked_logits(temperature, device):
     logits[7], logits[7, 2047:2049] = 1e-42, 0.0
     for step, options in enumerate(({}, {"top_p": 0.4}, {"top_k": 2}, {"min_p": 0.9})):
         batch = SamplingBatch.build([(settings(temperature, seed=i, **options), step) for i in range(8)], device)
-        assert run(logits, batch).tolist() == sample(logits, batch, "eager").tolist()
+        assert kernel.sample(logits, batch).tolist() == sample(logits, batch, "eager").tolist()
 
 
 def test_many_rows_are_left_for_the_selection(make, device, monkeypatch):
@@ -276,7 +269,7 @@ def test_many_rows_are_left_for_the_selection(make, device, monkeypatch):
     for step in range(2):
         requests = [(settings(seed=i, **own[i % len(own)]), step) for i in range(B)]
         batch = SamplingBatch.build(requests, device)
-        assert run(logits, batch, workspace=workspace).tolist() == sample(logits, batch, "eager").tolist()
+        assert kernel.sample(logits, batch, workspace=workspace).tolist() == sample(logits, batch, "eager").tolist()
         assert not workspace.buffers.arrivals.any()
         count, *rows = workspace.buffers.unsettled.tolist()
         assert count > 2 * most
@@ -295,7 +288,7 @@ def test_top_k_and_top_p_together_are_checked_without_a_selection(top_p, make, d
     logits[::3, [7, 100, 299]] = torch.tensor([1.0, 0.9, 0.8], device=device)
     batch = SamplingBatch.build([(settings(seed=i, top_k=(2, 3, 40)[i % 7 % 3], top_p=top_p), 3) for i in range(B)], device)
     workspace = kernel.SamplingWorkspace(B, V, device)
-    assert run(logits, batch, workspace=workspace).tolist() == sample(logits, batch, "eager").tolist()
+    assert kernel.sample(logits, batch, workspace=workspace).tolist() == sample(logits, batch, "eager").tolist()
     everything = SamplingBatch.build([(settings(seed=i), 3) for i in range(B)], device)
     winners, weights = sample(logits, everything, "eager"), filtered_weights(logits, batch)
     dropped = (weights[torch.arange(B, device=device), winners] == 0).sum().item()
@@ -326,17 +319,16 @@ def test_launches(make, device, monkeypatch):
         ({"top_k": 9, "top_p": 0.9}, "race check sum sum collect select sum sum collect select race"),
     ):  # fmt: skip
         launched.clear()
-        run(logits, SamplingBatch.build([(settings(**options), 0)] * 2, device))
+        kernel.sample(logits, SamplingBatch.build([(settings(**options), 0)] * 2, device))
         assert " ".join(launched) == expected
 
 
 def test_a_request_draws_the_same_in_any_company(make, device):
     logits, batch = make(len(OPTIONS), 2100, dtype=torch.float32, scale=2.0), mixed(len(OPTIONS), device)
-    together = run(logits, batch).tolist()
-    assert run(logits, batch).tolist() == together
+    together = kernel.sample(logits, batch).tolist()
+    assert kernel.sample(logits, batch).tolist() == together
     for i in range(0, len(OPTIONS), 3):
-        alone = SamplingBatch(**{n: v[i : i + 1] if isinstance(v, Tensor) else v for n, v in vars(batch).items()})
-        assert run(logits[i : i + 1], alone).tolist() == together[i : i + 1]
+        assert kernel.sample(logits[i : i + 1], batch.part(slice(i, i + 1))).tolist() == together[i : i + 1]
 
 
 def test_wrong_arguments_are_named(make, device):
@@ -346,12 +338,12 @@ def test_wrong_arguments_are_named(make, device):
         (make(5, 8, dtype=torch.float32), "temperature: wrong shape"), (logits[:, :0], "logits: wrong vocabulary"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=message):
-            run(wrong, batch)
+            kernel.sample(wrong, batch)
     with pytest.raises(InputError, match="out: wrong dtype"):
-        run(logits, batch, out=torch.empty(4, dtype=torch.int32, device=device))
+        kernel.sample(logits, batch, out=torch.empty(4, dtype=torch.int32, device=device))
     for size, options in (((3, 8), {}), ((4, 7), {}), ((4, 8), {"greedy_only": True})):
         with pytest.raises(InputError, match="workspace: too small"):
-            run(logits, batch, workspace=kernel.SamplingWorkspace(*size, device, **options))
+            kernel.sample(logits, batch, workspace=kernel.SamplingWorkspace(*size, device, **options))
 
 
 def python(script: str, *arguments: str) -> str:
@@ -366,19 +358,16 @@ def python(script: str, *arguments: str) -> str:
 COMPILE = """
 import json, sys; sys.path.insert(0, sys.argv[2])
 import compile_all, torch
-from minirt.kernels.sampling import sample as sampling
+from minirt.kernels.sampling import batch, sample as sampling
 results = []
 compile_all.compile_instead_of_launching(int(sys.argv[1]), results, "launch" if sys.argv[1] in ("80", "90") else "tile")
 few = 1 if sys.argv[1] == "90" else 2
 for V in (152064, 1031)[: 3 - few]:
-    for flags in ((True, False, False, False), (False, True, True, True), (False, False, True, False))[: 4 - few]:
-        floats, ints, longs = (torch.zeros(2, dtype=t) for t in (torch.float32, torch.int32, torch.int64))
-        named = dict(zip(("all_greedy", "any_top_k", "any_top_p", "any_min_p"), flags))
-        sampling.sample(torch.empty(2, V), floats, ints, floats, floats, longs, longs, **named)
-    sampling.sample(
-        torch.empty(2, V), floats, ints, floats, floats, longs, longs, all_greedy=True, any_top_k=False, any_top_p=False,
-        any_min_p=False, row_maxima=torch.zeros(2, 500, dtype=torch.int64),
-    )
+    every = batch.SamplingBatch(*(torch.zeros(2, dtype=t) for t in batch.DTYPES))
+    greedy = every.needed((), all_greedy=True)
+    for settings in (greedy, every, every.needed(("top_p",)))[: 4 - few]:
+        sampling.sample(torch.empty(2, V), settings)
+    sampling.sample(torch.empty(2, V), greedy, row_maxima=torch.zeros(2, 500, dtype=torch.int64))
 print(json.dumps(results))
 """
 
@@ -403,7 +392,7 @@ def test_large(B, make, device, repeats):
             logits = make(B, V, dtype=torch.float32, scale=(0.02, 1.0, 4.0)[i // each % 3])
         requests = [(settings(**OPTIONS[i % len(OPTIONS)]), i)]
         batch = mixed(B, device, seed=i) if B > 1 else SamplingBatch.build(requests, device)
-        tokens = run(logits, batch, workspace=workspace).cpu()
+        tokens = kernel.sample(logits, batch, workspace=workspace).cpu()
         expected = sample(logits, batch, "eager").cpu()
         different += int((tokens != expected).sum())
         total += B
@@ -416,16 +405,16 @@ def test_in_a_cuda_graph(make, device):
     logits, workspace = make(B, V, dtype=torch.float32), kernel.SamplingWorkspace(B, V, device)
     batch = SamplingBatch.build([(settings(0.9, seed=i, top_k=500, top_p=0.9), 0) for i in range(B)], device)
     out = torch.empty(B, dtype=torch.int64, device=device)
-    run(logits, batch, workspace=workspace, out=out)
+    kernel.sample(logits, batch, workspace=workspace, out=out)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        run(logits, batch, workspace=workspace, out=out)
+        kernel.sample(logits, batch, workspace=workspace, out=out)
     for _ in range(5):
         logits.copy_(make(B, V, dtype=torch.float32, scale=2.0))
         batch.step.add_(1)
         out.fill_(-9)
         graph.replay()
-        assert out.tolist() == run(logits, batch).tolist()
+        assert out.tolist() == kernel.sample(logits, batch).tolist()
         graph.replay()
-        assert out.tolist() == run(logits, batch).tolist()
+        assert out.tolist() == kernel.sample(logits, batch).tolist()

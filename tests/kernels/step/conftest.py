@@ -3,12 +3,13 @@
 import pytest
 import torch
 
+from minirt.kernels.sampling.batch import DTYPES, SamplingBatch
 from minirt.kernels.step.table import StepTensors
 
 
 @pytest.fixture
 def garbage():
-    """garbage(columns, B, T, R, Q, device): a step's tensors with NaN and numbers that no step writes."""
+    """garbage(columns, B, T, R, Q, device): a step's tensors and settings, with NaN and numbers that no step writes."""
 
     def build(columns, B, T, R, Q, device="cpu"):
         def filled(*shape, dtype=torch.int32):
@@ -17,15 +18,12 @@ def garbage():
         def long(n):
             return filled(n, dtype=torch.int64)
 
-        def floats(n):
-            return filled(n, dtype=torch.float32)
-
+        settings = SamplingBatch(*(filled(Q, dtype=dtype) for dtype in DTYPES))
         return StepTensors(
             tokens=long(T), positions=long(T), slots=long(T), query_starts=filled(B + 1), seq_lens=filled(B),
             split_starts=filled(B + 1), seq_slots=filled(B), snapshots=filled(0),
             block_tables=filled(columns.groups, B, columns.pages), logits_indices=long(R), draw_rows=long(Q),
             draw_slots=filled(Q), draw_logprobs=filled(Q), draw_drafts=filled(Q),
-            temperature=floats(Q), top_k=filled(Q), top_p=floats(Q), min_p=floats(Q), seed=long(Q), step=long(Q),
-        )  # fmt: skip
+        ), settings  # fmt: skip
 
     return build

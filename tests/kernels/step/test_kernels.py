@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 
+from minirt.kernels.sampling.batch import COLUMNS
 from minirt.kernels.step import kernels, table
 from minirt.kernels.step.table import Columns, Rows, StepTensors
 
@@ -21,8 +22,8 @@ def problem(seed, B, columns, page_size, *, one_token=False, padding=0.3, most=9
     rng = random.Random(seed)
     S, longest = B + 3, columns.pages * page_size
     words = torch.randint(-(1 << 31), 1 << 31, (S, columns.words), generator=torch.Generator().manual_seed(seed)).int()
-    settings = words[:, : table.NEXT_TOKENS]
-    settings[:, table.TEMPERATURE :][:, :4] = torch.rand(S, 4, generator=torch.Generator().manual_seed(seed)).view(torch.int32)
+    settings = torch.rand(S, len(COLUMNS), generator=torch.Generator().manual_seed(seed))
+    words[:, table.TEMPERATURE : table.SEED] = settings.view(torch.int32)
     words[:, table.NEXT_TOKENS : table.NEXT_TOKENS + 1 + columns.drafts] &= 0x3FF
     words[::3, table.NEXT_TOKENS + 1 : table.NEXT_TOKENS + min(2, 1 + columns.drafts)] = -1  # a draft that is no token
     rows, tokens, slots = [], 0, rng.sample(range(S), S)
@@ -74,14 +75,14 @@ def check_derive(case, garbage, device, *, extra=(5, 3, 2), **options):
     B, columns, page_size, one_token = case
     words, step, (T, R, Q) = problem(B + columns.drafts, B, columns, page_size, one_token=one_token, **options)
     sizes = ((B if one_token else T) + extra[0], R + extra[1], Q + extra[2])
-    theirs, ours = garbage(columns, B, *sizes), garbage(columns, B, *sizes, device=device)
+    (theirs, settings), (ours, draws) = garbage(columns, B, *sizes), garbage(columns, B, *sizes, device=device)
     larger = torch.full((columns.groups, B + 2, columns.pages), -77, dtype=torch.int32, device=device)
     ours = ours._replace(block_tables=larger[:, :B])
     own_words = words.clone().to(device)
-    table.derive(words, columns, step, theirs, page_size, 13, one_token=one_token)
-    kernels.derive(own_words, columns, on(device, step), ours, page_size, 13, one_token=one_token)
-    for name in StepTensors._fields:
-        assert torch.equal(getattr(ours, name).cpu(), getattr(theirs, name)), name
+    table.derive(words, columns, step, theirs, settings, page_size, 13, one_token=one_token)
+    kernels.derive(own_words, columns, on(device, step), ours, draws, page_size, 13, one_token=one_token)
+    for name, mine, wanted in zip((*StepTensors._fields, *settings._fields), (*ours, *draws), (*theirs, *settings), strict=True):
+        assert torch.equal(mine.cpu(), wanted), name
     assert torch.equal(own_words.cpu(), words)
     assert bool((larger[:, B:] == -77).all())
     return words, step, theirs
@@ -226,8 +227,8 @@ def test_no_sequence(garbage, device):
     columns = Columns(1, 1, 4, 8)
     rows = Rows(*torch.zeros(6, 0, dtype=torch.int32, device=device))
     words = torch.full((2, columns.words), 7, dtype=torch.int32, device=device)
-    out = garbage(columns, 0, 3, 2, 2, device=device)
-    kernels.derive(words, columns, rows, out, 4, 8, one_token=False)
+    out, settings = garbage(columns, 0, 3, 2, 2, device=device)
+    kernels.derive(words, columns, rows, out, settings, 4, 8, one_token=False)
     kernels.commit(words, columns, rows, out.seq_lens, out.draw_rows, out.block_tables[0, :, :3])
     assert (out.query_starts.tolist(), out.split_starts.tolist(), out.slots.tolist()) == ([0], [0], [-1] * 3)
     assert (out.logits_indices.tolist(), out.draw_slots.tolist()) == ([0, 1], [-1, -1])

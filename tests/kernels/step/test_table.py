@@ -11,6 +11,7 @@ import struct
 import pytest
 import torch
 
+from minirt.kernels.sampling.batch import COLUMNS, SamplingBatch
 from minirt.kernels.step import table as words
 from minirt.kernels.step.table import Columns, Rows, commit, derive, edit_table
 
@@ -40,8 +41,8 @@ class Text:
         self.text = [rng.randrange(VOCAB) for _ in range(final)]
         self.prompt, self.final = prompt, final
         self.bad = rng.randrange(prompt, final) if rng.random() < 0.2 else None  # the token that comes out as −1
-        floats = [rounded(rng.random()) for _ in range(3)]
-        self.settings = [rng.choice((-1, 0, 5)), floats[0], rng.randrange(40), *floats[1:]]  # in the order of the row's words
+        numbers = [rng.randrange(40) if kind == "i" else rounded(rng.random()) for kind in COLUMNS]
+        self.settings = [rng.choice((-1, 0, 5)), *numbers]  # in the order of the row's words
         self.seed, self.ruled = rng.randrange(-(1 << 63), 1 << 63), rng.randrange(2)
         self.known = prompt  # tokens that the host has
         self.computed = 0  # tokens whose KV values are cached
@@ -73,9 +74,10 @@ class Model:
         text.computed = self.rng.randrange(text.known) // self.page_size * self.page_size
         text.following, text.pages, text.frozen = None, [], False
         low, high = (text.seed & 0xFFFFFFFF) - (text.seed << 32 & 1 << 63 and 1 << 32), text.seed >> 32
-        logprobs, temperature, top_k, top_p, min_p = text.settings
+        logprobs, *numbers = text.settings
+        numbers = [number if kind == "i" else bits(number) for number, kind in zip(numbers, COLUMNS, strict=True)]
         self.edit(text, 0, [text.computed, self.rng.randrange(3), text.final, text.prompt, -1, logprobs])
-        self.edit(text, words.TEMPERATURE, [bits(temperature), top_k, bits(top_p), bits(min_p), low, high, text.ruled])
+        self.edit(text, words.TEMPERATURE, [*numbers, low, high, text.ruled])
         if self.columns.history and text.computed:
             self.edit(text, self.columns.tokens, text.text[: text.computed])
         self.append_pages(text, text.computed)
@@ -161,8 +163,8 @@ class Model:
             at = len(logit_rows) - drawn
             draws += [(at + i, text.slot if text.ruled else -1, *text.settings, text.seed, step) for i, step in enumerate(steps)]
         logit_rows += [min(r, T - 1) for r in range(len(logit_rows), R)]
-        draws += [(q, -1, -1, 0, 0, 0, 0, 0, 0) for q in range(len(draws), Q)]
-        names = ("draw_rows", "draw_slots", "draw_logprobs", "temperature", "top_k", "top_p", "min_p", "seed", "step")
+        draws += [(q, -1, -1, *[0] * len(SamplingBatch._fields)) for q in range(len(draws), Q)]
+        names = "draw_rows", "draw_slots", "draw_logprobs", *SamplingBatch._fields
         pad = T - len(tokens)
         return {name: [draw[i] for draw in draws] for i, name in enumerate(names)} | {
             "tokens": tokens + [0] * pad, "positions": positions + [0] * pad, "slots": kv_slots + [-1] * pad,
@@ -244,12 +246,13 @@ def test_steps_give_what_a_model_of_sequences_gives(seed, columns, page_size, ga
         step_rows = rows_of((rows, given + [3] * rng.randrange(3)))
         used = [(len(own), row[3], row[4]) for row, (own, _) in zip(rows, new, strict=True) if row[0] >= 0]
         sizes = [sum(n) + rng.randrange(4) for n in zip(*used, strict=True)] if used else [1, 2, 1]
-        out = garbage(columns, len(rows), max(sizes[0], 1), *sizes[1:])
+        out, settings = garbage(columns, len(rows), max(sizes[0], 1), *sizes[1:])
         sizes[0] = max(sizes[0], 1)
         expected = model.expected(chosen, rows, new, sizes, out.block_tables)
-        derive(model.table, columns, step_rows, out, page_size, KV_SPLIT, one_token=False)
+        derive(model.table, columns, step_rows, out, settings, page_size, KV_SPLIT, one_token=False)
+        written = out._asdict() | settings._asdict()
         for name, value in expected.items():
-            assert getattr(out, name).tolist() == value, name
+            assert written[name].tolist() == value, name
         drawn = torch.tensor(model.draw(chosen, rows, new) + [5] * (sizes[2] - sum(n for *_, n in used)), dtype=torch.int64)
         result = torch.full((len(rows), 2 + columns.drafts), -77, dtype=torch.int32)
         commit(model.table, columns, step_rows, out.seq_lens, drawn, result)
@@ -282,8 +285,8 @@ def test_one_token_each(garbage):
     table[:, words.NEXT_TOKENS : words.NEXT_TOKENS + 2] = torch.tensor([[11, 88], [22, 88], [33, 88]])
     table[:, columns.page_tables : columns.page_tables + 3] = torch.tensor([[10, 11, 12], [20, 21, 22], [30, 31, 32]])
     rows = rows_of(([(1, -1, 1, 1, 1), (-1, -1, 1, 1, 1), (2, -1, 1, 1, 1), (0, 4, 1, 1, 1)], [44]))
-    out = garbage(columns, 4, 5, 4, 4)
-    derive(table, columns, rows, out, 4, 8, one_token=True)
+    out, settings = garbage(columns, 4, 5, 4, 4)
+    derive(table, columns, rows, out, settings, 4, 8, one_token=True)
     assert out.tokens.tolist() == [22, 0, 33, 44, 0]
     assert out.positions.tolist() == [8, 0, 4, 4, 0]
     assert out.slots.tolist() == [88, -1, 124, 44, -1]
@@ -293,4 +296,4 @@ def test_one_token_each(garbage):
     assert out.block_tables.tolist() == [[[20, 21, 22], [-77] * 3, [30, 31, -77], [10, 11, -77]]]
     assert out.logits_indices.tolist() == [0, 2, 3, 3]
     assert out.draw_slots.tolist() == [-1, 2, 0, -1]
-    assert out.step.tolist() == [6, 4, 3, 0]
+    assert settings.step.tolist() == [6, 4, 3, 0]
