@@ -8,14 +8,7 @@ from minirt.errors import ConfigError
 from minirt.modeling.config import (
     ACTIVATIONS,
     DTYPES,
-    MAX_EXPERTS,
     MAX_HEAD_DIM,
-    MAX_HEADS,
-    MAX_HIDDEN,
-    MAX_INTERMEDIATE,
-    MAX_LAYERS,
-    MAX_POSITIONS,
-    MAX_VOCAB,
     AttentionSettings,
     Fields,
     ModelConfig,
@@ -76,21 +69,19 @@ def decoder_config(
     refuse_other_classes(fields, classes)
     if attention_bias is not None:
         qkv_bias = o_bias = fields.boolean("attention_bias", default=attention_bias)
-    hidden = fields.integer("hidden_size", maximum=MAX_HIDDEN)
-    heads = fields.integer("num_attention_heads", maximum=MAX_HEADS)
-    kv = fields.integer_or_none("num_key_value_heads", default=kv_heads, maximum=MAX_HEADS) or heads
+    hidden = fields.integer("hidden_size")
+    heads = fields.integer("num_attention_heads")
+    kv = fields.integer_or_none("num_key_value_heads", default=kv_heads) or heads
     if heads % kv:
         what = "the query heads cannot be divided evenly among the key/value heads"
         raise fields.wrong("num_key_value_heads", what, f"a divisor of num_attention_heads ({heads})", found=kv)
-    positions = fields.integer("max_position_embeddings", default=max_positions, maximum=MAX_POSITIONS)
+    positions = fields.integer("max_position_embeddings", default=max_positions)
     head_size = _head_dim(fields, hidden, heads, head_dim)
-    layers = _num_layers(fields)
+    layers = fields.integer("num_hidden_layers")
     config = ModelConfig(
-        model_type=model_type, hidden_size=hidden,
-        intermediate_size=fields.integer("intermediate_size", maximum=MAX_INTERMEDIATE), num_layers=layers, num_heads=heads,
-        num_kv_heads=kv, head_dim=head_size, vocab_size=fields.integer("vocab_size", maximum=MAX_VOCAB),
-        rms_norm_eps=fields.number("rms_norm_eps", default=eps, minimum=1e-20, maximum=0.1),
-        max_position_embeddings=positions,
+        model_type=model_type, hidden_size=hidden, intermediate_size=fields.integer("intermediate_size"), num_layers=layers,
+        num_heads=heads, num_kv_heads=kv, head_dim=head_size, vocab_size=fields.integer("vocab_size"),
+        rms_norm_eps=fields.number("rms_norm_eps", default=eps), max_position_embeddings=positions,
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=tie_word_embeddings),
         hidden_act=ACTIVATIONS[fields.choice("hidden_act", ACTIVATIONS, default="silu")], qkv_bias=qkv_bias, o_bias=o_bias,
         mlp_bias=mlp_bias, qk_norm=qk_norm, dtype=_dtype(fields),
@@ -113,23 +104,17 @@ def moe_config(fields: Fields, *, shared_expert: bool = False, normalize: bool =
 
     The number of experts is `num_experts` or `num_local_experts`, which must agree.
     """
-    given = {name: fields.integer(name, maximum=MAX_EXPERTS) for name in EXPERT_FIELDS if fields.raw.get(name) is not None}
-    experts = _once(fields, given) or fields.integer(EXPERT_FIELDS[0], maximum=MAX_EXPERTS)
-    shared = fields.integer("shared_expert_intermediate_size", maximum=MAX_INTERMEDIATE) if shared_expert else 0
-    dense, count = fields.integers_or_none("mlp_only_layers", minimum=0, maximum=MAX_LAYERS) or (), _num_layers(fields)
+    given = {name: fields.integer(name) for name in EXPERT_FIELDS if fields.raw.get(name) is not None}
+    experts = _once(fields, given) or fields.integer(EXPERT_FIELDS[0])
+    shared = fields.integer("shared_expert_intermediate_size") if shared_expert else 0
+    dense, count = fields.integers_or_none("mlp_only_layers") or (), fields.integer("num_hidden_layers")
     if absent := [number for number in dense if number >= count]:
         what, expected = "the list names a layer that the model does not have", f"numbers from 0 to {count - 1}"
         raise fields.wrong("mlp_only_layers", what, expected, found=absent[0])
     return MoEConfig(
-        num_experts=experts, experts_per_token=fields.integer("num_experts_per_tok", maximum=experts),
-        intermediate_size=fields.integer("moe_intermediate_size", maximum=MAX_INTERMEDIATE), shared_intermediate_size=shared,
-        normalize=fields.boolean("norm_topk_prob", default=normalize),
-        sparse_step=fields.integer("decoder_sparse_step", default=1, maximum=MAX_LAYERS), dense_layers=frozenset(dense),
+        experts, fields.integer("num_experts_per_tok", maximum=experts), fields.integer("moe_intermediate_size"), shared,
+        fields.boolean("norm_topk_prob", default=normalize), fields.integer("decoder_sparse_step", default=1), frozenset(dense),
     )  # fmt: skip
-
-
-def _num_layers(fields: Fields) -> int:
-    return fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
 
 
 def _once(fields: Fields, given: Mapping[str, T]) -> T | None:
@@ -152,9 +137,9 @@ def _dtype(fields: Fields) -> str:
 
 def _head_dim(fields: Fields, hidden: int, heads: int, default: int | None) -> int:
     if default is not None:  # as in transformers, a config class with its own default does not accept null
-        value = fields.integer("head_dim", default=default, maximum=MAX_HEAD_DIM)
+        value = fields.integer("head_dim", default=default)
     else:
-        value = fields.integer_or_none("head_dim", maximum=MAX_HEAD_DIM) or hidden // heads
+        value = fields.integer_or_none("head_dim") or hidden // heads
         if fields.raw.get("head_dim") is None and hidden % heads:
             what = "head_dim is missing, and it does not follow from the other sizes"
             raise fields.wrong("hidden_size", what, f"a multiple of num_attention_heads ({heads})")
@@ -173,7 +158,7 @@ def refuse_unserved(fields: Fields) -> None:
     if not fields.boolean("is_causal", default=True):
         raise fields.unsupported("is_causal", "attention to later tokens is not supported: this is an embedding model", "true")
     name = "dual_chunk_attention_config"
-    if original := fields.nested(name).integer_or_none("original_max_position_embeddings", maximum=MAX_POSITIONS):
+    if original := fields.nested(name).integer_or_none("original_max_position_embeddings"):
         what = f"dual chunk attention is not supported; it improves the output of sequences of more than {original} tokens"
         warn(f"{fields.place(name)}: {what}")
     if "AutoModelForCausalLM" in fields.nested("auto_map").raw:
@@ -232,10 +217,10 @@ def _window(fields: Fields, num_layers: int, absent: Window) -> int | None:
     # transformers saves a window that is not used as 0.
     if absent.size is None and fields.raw.get("use_sliding_window") and "sliding_window" not in fields.raw:
         raise fields.missing("sliding_window", "a number of tokens, or null, if use_sliding_window is true")
-    window = fields.integer_or_none("sliding_window", default=absent.size, minimum=0, maximum=MAX_POSITIONS)
+    window = fields.integer_or_none("sliding_window", default=absent.size, minimum=0)
     first = 0
     if absent.first is not None:
-        first = fields.integer("max_window_layers", default=absent.first, minimum=0, maximum=MAX_LAYERS)
+        first = fields.integer("max_window_layers", default=absent.first)
     if kinds is not None and absent.listed:
         if "sliding_attention" not in kinds:
             return None
@@ -244,7 +229,7 @@ def _window(fields: Fields, num_layers: int, absent: Window) -> int | None:
             raise fields.unsupported("layer_types", what, expected, found="sliding_attention")
     elif not used or window is None or first >= num_layers:
         return None
-    return window or fields.integer("sliding_window", maximum=MAX_POSITIONS)  # 0 is refused
+    return window or fields.integer("sliding_window")  # 0 is refused
 
 
 def read_layer_types(fields: Fields, num_layers: int, known: Collection[str], expected: str) -> list[str] | None:
@@ -263,9 +248,9 @@ def read_no_rope_layers(fields: Fields) -> frozenset[int]:
 
     An absent list means that of every `no_rope_layer_interval` layers the last one has none, as in transformers.
     """
-    count = _num_layers(fields)
-    interval = fields.integer("no_rope_layer_interval", default=4, maximum=MAX_LAYERS)
-    flags = fields.integers_or_none("no_rope_layers", minimum=0, maximum=1)
+    count = fields.integer("num_hidden_layers")
+    interval = fields.integer("no_rope_layer_interval", default=4)
+    flags = fields.integers_or_none("no_rope_layers")
     if flags is None:
         return frozenset(range(interval - 1, count, interval))
     fields.check_count("no_rope_layers", flags, count, "layer")

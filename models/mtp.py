@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from minirt.errors import UnsupportedError
-from minirt.modeling.config import MAX_INTERMEDIATE, MAX_LAYERS, Fields, ModelConfig, MTPConfig
+from minirt.modeling.config import Fields, ModelConfig, MTPConfig
 from minirt.models.decoder import FINAL_NORM, block, head_weight
 
 if TYPE_CHECKING:
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 def read_mtp(fields: Fields) -> MTPConfig:
     """What config.json says of it. What is not supported is refused only if drafts are asked for (`with_mtp`)."""
-    count = fields.integer_or_none("mtp_num_hidden_layers", minimum=0, maximum=MAX_LAYERS)
-    intermediate = fields.integer_or_none("mtp_intermediate_size", maximum=MAX_INTERMEDIATE)
+    count = fields.integer_or_none("mtp_num_hidden_layers")
+    intermediate = fields.integer_or_none("mtp_intermediate_size")
     return MTPConfig(count, fields.boolean("mtp_use_dedicated_embeddings", default=False), intermediate)
 
 

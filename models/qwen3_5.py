@@ -9,16 +9,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from minirt.modeling.config import (
-    MAX_HEAD_DIM,
-    MAX_HEADS,
-    MAX_LAYERS,
-    MROPE_KEYS,
-    Fields,
-    GatedDeltaNetConfig,
-    ModelConfig,
-    MoEConfig,
-)
+from minirt.modeling.config import MROPE_KEYS, Fields, GatedDeltaNetConfig, ModelConfig, MoEConfig
 from minirt.models.decoder import decoder_config, decoder_layers, read_layer_types
 from minirt.models.mtp import read_mtp, with_mtp
 from minirt.models.vision import text_config, text_fields
@@ -92,15 +83,13 @@ def draft_layers(config: ModelConfig, rows: int | None) -> "tuple[list[Layer], l
 def _gated_delta_net(fields: Fields, num_layers: int, grouped: bool) -> GatedDeltaNetConfig:
     kinds = read_layer_types(fields, num_layers, _KINDS, " or ".join(_KINDS))
     if kinds is None:
-        interval = fields.integer("full_attention_interval", default=4, maximum=MAX_LAYERS)
+        interval = fields.integer("full_attention_interval", default=4)
         kinds = [_KINDS[(i + 1) % interval == 0] for i in range(num_layers)]
-    keys = fields.integer("linear_num_key_heads", default=16, maximum=MAX_HEADS)
-    values = fields.integer("linear_num_value_heads", default=32, maximum=MAX_HEADS)
+    keys = fields.integer("linear_num_key_heads", default=16)
+    values = fields.integer("linear_num_value_heads", default=32)
     if values % keys:
         what = "the value heads cannot be divided evenly among the key heads"
         raise fields.wrong("linear_num_value_heads", what, f"a multiple of linear_num_key_heads ({keys})", found=values)
-    key_dim, value_dim = (
-        fields.integer(f"linear_{what}_head_dim", default=128, maximum=MAX_HEAD_DIM) for what in ("key", "value")
-    )
+    key_dim, value_dim = (fields.integer(f"linear_{what}_head_dim", default=128) for what in ("key", "value"))
     linear = frozenset(i for i, kind in enumerate(kinds) if kind == _KINDS[0])
     return GatedDeltaNetConfig(keys, values, key_dim, value_dim, linear, grouped)
