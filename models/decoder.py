@@ -260,7 +260,7 @@ def read_no_rope_layers(fields: Fields) -> frozenset[int]:
 def decoder_layers(
     config: ModelConfig, attention: Callable[[int], AttentionSettings] | None = None
 ) -> "list[Layer]":
-    """Embedding, attention and MLP or mixture of experts of each block, head.
+    """Embedding, attention (or gated DeltaNet) and MLP (or mixture of experts) of each block, head.
 
     Weights are named by their checkpoint prefixes, without `.weight`.
 
@@ -269,10 +269,11 @@ def decoder_layers(
     """
     from minirt.layers import Embedding, Head  # imported here because it imports torch
 
-    attention = attention or config.attention
+    attention, linear = attention or config.attention, config.gated_delta_net
     layers: list[Layer] = [Embedding(config, name="embedding", weight="model.embed_tokens")]
     for i in range(config.num_layers):
-        layers += block(config, f"layers.{i}", f"model.layers.{i}", attention(i), mixture=config.is_mixture(i))
+        settings = None if linear is not None and i in linear.layers else attention(i)
+        layers += block(config, f"layers.{i}", f"model.layers.{i}", settings, mixture=config.is_mixture(i))
     layers.append(Head(config, name="head", norm=FINAL_NORM, weight=head_weight(config)))
     return layers
 
@@ -282,27 +283,19 @@ def head_weight(config: ModelConfig) -> str:
     return "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
 
 
-def block(config: ModelConfig, name: str, prefix: str, attention: AttentionSettings, *, mixture: bool) -> "list[Layer]":
-    """The layers of one block: attention, and an MLP or a mixture of experts.
+def block(
+    config: ModelConfig, name: str, prefix: str, attention: AttentionSettings | None, *, mixture: bool
+) -> "list[Layer]":
+    """The layers of one block: attention or gated DeltaNet, and an MLP or a mixture of experts.
 
     Args:
         name: how the names of the layers begin. `prefix`: how those of the checkpoint's tensors begin.
+        attention: None: gated DeltaNet.
     """
-    from minirt.layers import MLP, Attention, MoE
+    from minirt.layers import MLP, Attention, GatedDeltaNet, MoE
 
-    inner, norm, mlp = f"{prefix}.self_attn", f"{prefix}.post_attention_layernorm", f"{prefix}.mlp"
-    mixer = Attention(
-        config, name=f"{name}.attention", norm=f"{prefix}.input_layernorm", settings=attention,
-        q=f"{inner}.q_proj", k=f"{inner}.k_proj", v=f"{inner}.v_proj", o=f"{inner}.o_proj",
-        q_norm=f"{inner}.q_norm" if config.qk_norm else None, k_norm=f"{inner}.k_norm" if config.qk_norm else None,
-        gate=f"{inner}.gate_proj" if config.attention_gate == "gate_proj" else None,
-    )  # fmt: skip
-    if mixture and config.moe is not None:
-        shared = f"{mlp}.shared_expert" if config.moe.shared_intermediate_size else None
-        return [mixer, MoE(
-            config, name=f"{name}.moe", norm=norm, router=f"{mlp}.gate", experts=f"{mlp}.experts", shared=shared,
-            shared_gate=shared and f"{shared}_gate",
-        )]  # fmt: skip
-    return [mixer, MLP(
-        config, name=f"{name}.mlp", norm=norm, gate=f"{mlp}.gate_proj", up=f"{mlp}.up_proj", down=f"{mlp}.down_proj"
-    )]  # fmt: skip
+    norm, kind = f"{prefix}.input_layernorm", MoE if mixture else MLP
+    mlp = kind(config, name=f"{name}.{kind.kind}", norm=f"{prefix}.post_attention_layernorm", prefix=f"{prefix}.mlp")
+    if attention is None:
+        return [GatedDeltaNet(config, name=f"{name}.gated_delta_net", norm=norm, prefix=f"{prefix}.linear_attn"), mlp]
+    return [Attention(config, name=f"{name}.attention", norm=norm, prefix=f"{prefix}.self_attn", settings=attention), mlp]

@@ -4,14 +4,11 @@ A file may state layers of multi-token prediction, with the fields and tensors o
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from minirt.modeling.config import Fields, ModelConfig
 from minirt.models.decoder import WINDOW_OFF_BY_DEFAULT, decoder_config, decoder_layers
-from minirt.models.mtp import read_mtp, with_mtp
-
-if TYPE_CHECKING:
-    from minirt.layers import Layer
+from minirt.models.mtp import draft_layers as draft_layers
+from minirt.models.mtp import read_mtp
 
 layers = decoder_layers
 
@@ -23,8 +20,3 @@ def config(fields: Fields) -> ModelConfig:
         window=WINDOW_OFF_BY_DEFAULT,
     )  # fmt: skip
     return decoder if fields.raw.get("mtp_num_hidden_layers") is None else replace(decoder, mtp=read_mtp(fields))
-
-
-def draft_layers(config: ModelConfig, rows: int | None) -> "tuple[list[Layer], list[Layer]]":
-    """`layers` with a `Tap`, and the layers of multi-token prediction. `rows`: see `with_mtp`."""
-    return with_mtp(config, decoder_layers(config), rows)

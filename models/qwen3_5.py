@@ -7,16 +7,14 @@ Official files are those of a model that also sees images (`Qwen3_5ForConditiona
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from minirt.modeling.config import MROPE_KEYS, Fields, GatedDeltaNetConfig, ModelConfig, MoEConfig
 from minirt.models.decoder import decoder_config, decoder_layers, read_layer_types
-from minirt.models.mtp import read_mtp, with_mtp
+from minirt.models.mtp import draft_layers as draft_layers
+from minirt.models.mtp import read_mtp
 from minirt.models.vision import text_config, text_fields
 
-if TYPE_CHECKING:
-    from minirt.layers import Layer
-
+layers = decoder_layers
 _KINDS = ("linear_attention", "full_attention")
 _HANDLED = (
     "sliding_window", "attn_output_gate", "full_attention_interval", "linear_num_key_heads", "linear_num_value_heads",
@@ -57,27 +55,6 @@ def hybrid_config(
         handled=_HANDLED,
     )  # fmt: skip
     return replace(config, gated_delta_net=_gated_delta_net(fields, config.num_layers, grouped), mtp=read_mtp(fields))
-
-
-def layers(config: ModelConfig) -> "list[Layer]":
-    """`decoder_layers`, with gated DeltaNet in place of the attention of its layers."""
-    from minirt.layers import Attention, GatedDeltaNet  # imported here because it imports torch
-
-    layers, linear = decoder_layers(config), config.gated_delta_net
-    places = [place for place, layer in enumerate(layers) if isinstance(layer, Attention)]
-    for number, place in enumerate(places):
-        if linear is not None and number in linear.layers:
-            layers[place] = GatedDeltaNet(
-                config, name=f"layers.{number}.gated_delta_net", norm=f"model.layers.{number}.input_layernorm",
-                prefix=f"model.layers.{number}.linear_attn", num_k_heads=linear.num_k_heads, num_v_heads=linear.num_v_heads,
-                head_k_dim=linear.head_k_dim, head_v_dim=linear.head_v_dim, grouped=linear.grouped,
-            )  # fmt: skip
-    return layers
-
-
-def draft_layers(config: ModelConfig, rows: int | None) -> "tuple[list[Layer], list[Layer]]":
-    """`layers` with a `Tap`, and the layers of multi-token prediction. `rows`: see `with_mtp`."""
-    return with_mtp(config, layers(config), rows)
 
 
 def _gated_delta_net(fields: Fields, num_layers: int, grouped: bool) -> GatedDeltaNetConfig:

@@ -7,7 +7,7 @@ fixes *what* it computes; an implementation is *how*: a factory that takes the l
 """
 
 import re
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -312,6 +312,11 @@ def implementation(kind: str, name: str) -> Implementation:
 
 def has_implementation(kind: str, name: str) -> bool:
     return (kind, name) in _REGISTRY
+
+
+def checkpoint_names(prefix: str, parts: str, names: Mapping[str, str] | None = None) -> list[str]:
+    """The checkpoint names of a layer's `parts`. `names`: those that differ from the parts' own."""
+    return [f"{prefix}.{(names or {}).get(part, part)}" for part in parts.split()]
 
 
 def triton_unsupported(layer: Layer, device: torch.device) -> str | None:

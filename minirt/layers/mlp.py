@@ -1,9 +1,11 @@
 """`MLP`: the gated feed-forward residual layer (SwiGLU, Shazeer 2020)."""
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from minirt.kernels import reference
-from minirt.layers.base import Forward, Layer, LinearOp, register, triton_unsupported
+from minirt.layers.base import Forward, Layer, LinearOp, checkpoint_names, register, triton_unsupported
 from minirt.modeling.config import ModelConfig
 from minirt.modeling.parameters import NormWeight, PackedLinear, Part
 from minirt.step.batch import Batch
@@ -15,6 +17,8 @@ class MLP(Layer):
     matrix, gate first.
 
     Args:
+        norm: checkpoint name of the norm of the layer's input.
+        prefix: checkpoint prefix of the parts `gate_proj`, `up_proj` and `down_proj`. `names`: see `Attention`.
         post_norm: checkpoint name of a norm of what is added to x (a sandwich norm); None: there is none.
         post_norm_eps: its eps; None: that of the config.
     """
@@ -22,11 +26,12 @@ class MLP(Layer):
     kind = "mlp"
 
     def __init__(
-        self, config: ModelConfig, *, name: str, norm: str, gate: str, up: str, down: str, post_norm: str | None = None,
-        post_norm_eps: float | None = None,
+        self, config: ModelConfig, *, name: str, norm: str, prefix: str, post_norm: str | None = None,
+        post_norm_eps: float | None = None, names: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(config, name)
         h, i = config.hidden_size, config.intermediate_size
+        gate, up, down = checkpoint_names(prefix, "gate_proj up_proj down_proj", names)
         self.norm = NormWeight(norm, h, config.zero_centered_norms)
         self.post_norm = NormWeight(post_norm, h, config.zero_centered_norms) if post_norm else None
         self.post_norm_eps = config.rms_norm_eps if post_norm_eps is None else post_norm_eps

@@ -179,17 +179,15 @@ def test_expected_experts() -> None:
         assert sum(draws) / 300 == pytest.approx(expected_experts(16, 3, tokens), rel=0.03)
 
 
-def test_a_shared_expert_is_named_if_and_only_if_there_is_one() -> None:
-    config = models.parse_config(SIZES)
-    names = {"name": "m", "norm": "n", "router": "r", "experts": "e"}
-    for extra in ({}, {"shared": "s"}, {"shared_gate": "g"}):
-        with pytest.raises(ConfigError, match="shared and shared_gate"):
-            MoE(config, **names, **extra)
+def test_a_model_without_experts() -> None:
+    """Catches an error that names no layer. `names` renames a part of the checkpoint."""
     dense = models.parse_config({k: v for k, v in SIZES.items() if "expert" not in k} | {"model_type": "qwen2"})
-    with pytest.raises(ConfigError, match="no mixtures of experts"):
-        MoE(dense, **names)
-    with pytest.raises(ConfigError, match="shared and shared_gate"):
-        MoE(parsed(model_type="qwen3_moe"), **names, shared="s", shared_gate="g")
+    with pytest.raises(ConfigError, match="m: the model has no mixtures of experts"):
+        MoE(dense, name="m", norm="n", prefix="mlp")
+    layer = MoE(models.parse_config(SIZES), name="m", norm="n", prefix="mlp", names={"gate": "router"})
+    assert [next(iter(part.expected())).name for part in (layer.router, layer.gate_up)] == [
+        "mlp.router.weight", "mlp.experts.0.gate_proj.weight"
+    ]  # fmt: skip
 
 
 class InBlocks(FormatChoice):

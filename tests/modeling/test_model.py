@@ -189,7 +189,7 @@ def test_impossible_compositions(hf_folder):
 
     def stranger(config):
         embedding, *blocks, head = models.build(config)
-        mlp = MLP(config, name="extra", norm="model.extra_norm", gate="model.a", up="model.b", down="model.c")
+        mlp = MLP(config, name="extra", norm="model.extra_norm", prefix="model.extra")
         return [embedding, *blocks, mlp, head]
 
     with pytest.raises(CheckpointError, match=r"4 of .* missing.*model\.extra_norm\.weight"):
