@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from minirt.errors import ConfigError
 from minirt.modeling.config import (
@@ -28,17 +28,38 @@ FINAL_NORM = "model.norm"  # checkpoint prefix of the norm before the head
 EXPERT_FIELDS = ("num_experts", "num_local_experts")  # two names of one field
 
 
+@dataclass(frozen=True)
+class Window:
+    """What absent fields of sliding windows mean in an architecture.
+
+    Attributes:
+        size: the default of `sliding_window`; None: no window.
+        used: the default of `use_sliding_window`; None: there is no such field, and a window is always used.
+        first: the default of `max_window_layers`, the first layer with a window; None: there is no such field, and all have one.
+        listed: whether `layer_types` decides which layers have a window.
+    """
+
+    size: int | None = None
+    used: bool | None = True
+    first: int | None = None
+    listed: bool = True
+
+
+NO_WINDOW = Window()
+WINDOW_OFF_BY_DEFAULT = Window(4096, used=False, first=28)  # the last layers, if at all
+MOE_WINDOW_OFF_BY_DEFAULT = Window(4096, used=False)
+
+
 def decoder_config(
     fields: Fields, *, model_type: str, classes: Collection[str], max_positions: int, kv_heads: int | None = None,
-    head_dim: int | None = None, attention_bias: bool | None = None, qkv_bias: bool = False, o_bias: bool = False,
-    mlp_bias: bool = False, qk_norm: bool = False, zero_centered_norms: bool = False, attention_gate: str | None = None,
-    tie_word_embeddings: bool = False, theta: float = 10000.0, eps: float = 1e-6, partial_rotary: bool = False,
-    rope_keys: Collection[str] = (), no_rope_layers: Collection[int] = (), moe: MoEConfig | None = None,
-    window: "Window | None" = None, handled: Collection[str] = (),
+    head_dim: int | None = None, attention_bias: bool | None = None, tie_word_embeddings: bool = False, theta: float = 10000.0,
+    eps: float = 1e-6, partial_rotary: bool = False, rope_keys: Collection[str] = (), window: Window | None = NO_WINDOW,
+    **fixed: Any,
 ) -> ModelConfig:  # fmt: skip
     """Read a `ModelConfig`. The sizes are required; other absent fields take the defaults of transformers.
 
-    Fields that would change the model, and that no layer here computes, are refused by name: see `foreign_fields`.
+    Fields that would change the model, and that neither a layer here computes nor the architecture has read before this call, are
+    refused by name: see `foreign_fields`.
 
     Args:
         model_type: `model_type` of config.json, and the name of the file in `models/`.
@@ -47,28 +68,21 @@ def decoder_config(
         kv_heads: default of the field `num_key_value_heads`; None: as many as `num_attention_heads`, as for null.
         head_dim: default of the field `head_dim`; None: `hidden_size // num_attention_heads`, as for null.
         attention_bias: default of the field `attention_bias`, biases of all four projections; None: it is not read.
-        qkv_bias: whether Q, K and V have biases.
-        o_bias: whether the output projection has a bias.
-        mlp_bias: whether the linear layers of the MLP have biases.
-        qk_norm: whether each head of Q and K has an RMSNorm.
-        zero_centered_norms: whether the checkpoint stores the weights of norms minus 1.
-        attention_gate: the projection that has the gate of attention's output, "q_proj" or "gate_proj"; None: no gate.
         tie_word_embeddings: default of the field `tie_word_embeddings`.
         theta: default of the field `rope_theta`.
         eps: default of the field `rms_norm_eps`.
         partial_rotary: whether `partial_rotary_factor` may rotate a part of a head's channels; else a factor below 1 is refused.
         rope_keys: keys of the rope fields that are known besides those of `minirt.modeling.config.ROPE_KEYS`.
-        no_rope_layers: numbers of the layers without rotary embedding.
-        moe: what `moe_config` has read; None: fields of experts are refused.
-        window: what absent fields of a sliding window mean, a `Window`; None: no window.
-        handled: fields of `foreign_fields` that the architecture reads itself; "sliding_window" stands for all fields of windows.
+        window: what absent fields of a sliding window mean; None: the architecture reads these fields itself.
+        fixed: other fields of `ModelConfig`, such as `qkv_bias`, `mlp_bias`, `qk_norm`, `no_rope_layers`, and `moe` from
+            `moe_config`. Without `moe`, fields of experts are refused.
     """
     refuse_unserved(fields)
-    if moe is None:
+    if fixed.get("moe") is None:
         refuse_experts(fields)
     refuse_other_classes(fields, classes)
     if attention_bias is not None:
-        qkv_bias = o_bias = fields.boolean("attention_bias", default=attention_bias)
+        fixed["qkv_bias"] = fixed["o_bias"] = fields.boolean("attention_bias", default=attention_bias)
     hidden = fields.integer("hidden_size")
     heads = fields.integer("num_attention_heads")
     kv = fields.integer_or_none("num_key_value_heads", default=kv_heads) or heads
@@ -83,13 +97,11 @@ def decoder_config(
         num_heads=heads, num_kv_heads=kv, head_dim=head_size, vocab_size=fields.integer("vocab_size"),
         rms_norm_eps=fields.number("rms_norm_eps", default=eps), max_position_embeddings=positions,
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=tie_word_embeddings),
-        hidden_act=ACTIVATIONS[fields.choice("hidden_act", ACTIVATIONS, default="silu")], qkv_bias=qkv_bias, o_bias=o_bias,
-        mlp_bias=mlp_bias, qk_norm=qk_norm, dtype=_dtype(fields),
-        rope=read_rope(fields, positions, head_size, theta=theta, partial=partial_rotary, keys=rope_keys), moe=moe,
-        sliding_window=None if "sliding_window" in handled else _window(fields, layers, window or Window()),
-        no_rope_layers=frozenset(no_rope_layers), attention_gate=attention_gate, zero_centered_norms=zero_centered_norms,
+        hidden_act=ACTIVATIONS[fields.choice("hidden_act", ACTIVATIONS, default="silu")], dtype=_dtype(fields),
+        rope=read_rope(fields, positions, head_size, theta=theta, partial=partial_rotary, keys=rope_keys),
+        sliding_window=None if window is None else _window(fields, layers, window), **fixed,
     )  # fmt: skip
-    refuse_foreign_fields(fields, config, handled)
+    refuse_foreign_fields(fields, config)
     refuse_other_names(fields)
     if config.sliding_window is not None and config.sliding_window < config.context_len:
         what = f"sequences of more than {config.sliding_window} tokens are refused, since sliding windows are not supported"
@@ -184,27 +196,6 @@ def refuse_other_classes(fields: Fields, classes: Collection[str]) -> None:
             what = f"not a class of model_type {fields.string('model_type')!r} that minirt computes"
             hint = "only decoders with a language-model head are supported; correct model_type if it is wrong"
             raise fields.unsupported("architectures", what, " or ".join(classes), found=shown(name), hint=hint)
-
-
-@dataclass(frozen=True)
-class Window:
-    """What absent fields of sliding windows mean in an architecture.
-
-    Attributes:
-        size: the default of `sliding_window`; None: no window.
-        used: the default of `use_sliding_window`; None: there is no such field, and a window is always used.
-        first: the default of `max_window_layers`, the first layer with a window; None: there is no such field, and all have one.
-        listed: whether `layer_types` decides which layers have a window.
-    """
-
-    size: int | None = None
-    used: bool | None = True
-    first: int | None = None
-    listed: bool = True
-
-
-WINDOW_OFF_BY_DEFAULT = Window(4096, used=False, first=28)  # the last layers, if at all
-MOE_WINDOW_OFF_BY_DEFAULT = Window(4096, used=False)
 
 
 def _window(fields: Fields, num_layers: int, absent: Window) -> int | None:

@@ -6,7 +6,6 @@ Official files are those of a model that also sees images (`Qwen3_5ForConditiona
 """
 
 from collections.abc import Collection
-from dataclasses import replace
 
 from minirt.modeling.config import MROPE_KEYS, Fields, GatedDeltaNetConfig, ModelConfig, MoEConfig
 from minirt.models.decoder import decoder_config, decoder_layers, read_layer_types
@@ -16,10 +15,6 @@ from minirt.models.vision import text_config, text_fields
 
 layers = decoder_layers
 _KINDS = ("linear_attention", "full_attention")
-_HANDLED = (
-    "sliding_window", "attn_output_gate", "full_attention_interval", "linear_num_key_heads", "linear_num_value_heads",
-    "linear_conv_kernel_dim",
-)  # fmt: skip
 # Fields that have one value in every file, and the only one that is computed.
 _ONLY = {
     "attn_output_gate": True, "linear_conv_kernel_dim": 4, "hidden_act": "silu", "mamba_ssm_dtype": "float32",
@@ -49,12 +44,12 @@ def hybrid_config(
         fields = fields.over({**fields.raw, "partial_rotary_factor": 0.25})
     for name, value in _ONLY.items():
         fields.only(name, value, what="the value is not supported")
-    config = decoder_config(
+    gated_delta_net = _gated_delta_net(fields, fields.integer("num_hidden_layers"), grouped)
+    return decoder_config(
         fields, model_type=model_type, classes=classes, max_positions=32768, kv_heads=4, head_dim=256, attention_bias=False,
         qk_norm=True, zero_centered_norms=True, attention_gate="q_proj", partial_rotary=True, rope_keys=MROPE_KEYS, moe=moe,
-        handled=_HANDLED,
+        window=None, gated_delta_net=gated_delta_net, mtp=read_mtp(fields),
     )  # fmt: skip
-    return replace(config, gated_delta_net=_gated_delta_net(fields, config.num_layers, grouped), mtp=read_mtp(fields))
 
 
 def _gated_delta_net(fields: Fields, num_layers: int, grouped: bool) -> GatedDeltaNetConfig:

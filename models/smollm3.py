@@ -12,5 +12,4 @@ def config(fields: Fields) -> ModelConfig:
         fields, model_type="smollm3", classes=("SmolLM3ForCausalLM",), max_positions=32768, kv_heads=4, theta=2e6,
         attention_bias=False, mlp_bias=fields.boolean("mlp_bias", default=False), tie_word_embeddings=True,
         no_rope_layers=read_no_rope_layers(fields), window=Window(used=False),
-        handled=("no_rope_layers", "no_rope_layer_interval"),
     )  # fmt: skip

@@ -56,5 +56,5 @@ def text_config(
         wrapper = ("architectures", "text_config")
         return decoder(fields.over({name: value for name, value in fields.raw.items() if name not in wrapper}))
     parsed = decoder(text)
-    refuse_foreign_fields(fields, parsed, ("text_config",))
+    refuse_foreign_fields(fields, parsed)
     return parsed

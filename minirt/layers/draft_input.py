@@ -10,7 +10,6 @@ from minirt.layers.embedding import Embedding
 from minirt.modeling.config import ModelConfig
 from minirt.modeling.parameters import NormWeight, PackedLinear, Part
 from minirt.step.batch import Batch
-from minirt.step.kv_cache import LayerKV
 
 
 class DraftInput(Embedding):
@@ -56,7 +55,7 @@ def eager(layer: DraftInput) -> Forward:
     eps, table, fc = layer.config.rms_norm_eps, layer.table, layer.fc
     norm_embedding, norm_hidden = layer.norm_embedding, layer.norm_hidden
 
-    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+    def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
         hidden = layer.require(batch.hidden)
         token = reference.embedding(batch.input_ids, table.weight)
         token, hidden = reference.rms_norm(token, norm_embedding.weight, eps), reference.rms_norm(hidden, norm_hidden.weight, eps)
@@ -75,7 +74,7 @@ def triton(layer: DraftInput) -> Forward:
     workspace, pdl = context.workspace, context.pdl
     norm_embedding, norm_hidden = layer.norm_embedding, layer.norm_hidden
 
-    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+    def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
         hidden = layer.require(batch.hidden)
         both = draft_input(batch.input_ids, table.weight, hidden, norm_embedding.weight, norm_hidden.weight, eps, check=False)
         return norm_linear(both, None, 0.0, fc.weight, workspace=workspace, pdl=pdl, check=False)

@@ -10,7 +10,6 @@ from minirt.layers.base import Forward, Layer, register, triton_unsupported
 from minirt.modeling.config import ModelConfig
 from minirt.modeling.parameters import PackedLinear, Parameter, Part
 from minirt.step.batch import Batch
-from minirt.step.kv_cache import LayerKV
 
 
 class Embedding(Layer):
@@ -41,7 +40,7 @@ class Embedding(Layer):
 
 @register("embedding", "eager")
 def eager(layer: Embedding) -> Forward:
-    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+    def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
         return reference.embedding(batch.input_ids, layer.table.weight)
 
     return forward
@@ -51,7 +50,7 @@ def eager(layer: Embedding) -> Forward:
 def triton(layer: Embedding) -> Forward:
     from minirt.kernels.embedding import embedding
 
-    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+    def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
         return embedding(batch.input_ids, layer.table.weight, check=False)
 
     return forward

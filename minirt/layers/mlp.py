@@ -9,7 +9,6 @@ from minirt.layers.base import Forward, Layer, LinearOp, checkpoint_names, regis
 from minirt.modeling.config import ModelConfig
 from minirt.modeling.parameters import NormWeight, PackedLinear, Part
 from minirt.step.batch import Batch
-from minirt.step.kv_cache import LayerKV
 
 
 class MLP(Layer):
@@ -47,7 +46,7 @@ def eager(layer: MLP) -> Forward:
     eps, activation = layer.config.rms_norm_eps, layer.config.hidden_act
     norm, gate_up, down, post_norm, post_norm_eps = layer.norm, layer.gate_up, layer.down, layer.post_norm, layer.post_norm_eps
 
-    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+    def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
         h = reference.rms_norm(x, norm.weight, eps)
         h = reference.gated(reference.linear(h, gate_up.weight, gate_up.bias, gate_up.scale), activation)
         y = reference.linear(h, down.weight, down.bias, down.scale)
@@ -69,7 +68,7 @@ def triton(layer: MLP) -> Forward:
     norm, gate_up, down, post_norm = layer.norm, layer.gate_up, layer.down, layer.post_norm
     workspace, pdl = layer.context.workspace, layer.context.pdl
 
-    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+    def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
         h = norm_gate_up(
             x, norm.weight, eps, gate_up.weight, activation, bias=gate_up.bias, scale=gate_up.scale, workspace=workspace,
             pdl=pdl, check=False,

@@ -13,7 +13,6 @@ from minirt.layers.base import Forward, Layer, LinearOp, checkpoint_names, regis
 from minirt.modeling.config import ModelConfig
 from minirt.modeling.parameters import NormWeight, PackedExperts, PackedLinear, Part
 from minirt.step.batch import Batch
-from minirt.step.kv_cache import LayerKV
 
 if TYPE_CHECKING:
     from minirt.kernels.side_stream import SideStream
@@ -96,7 +95,7 @@ def eager(layer: MoE) -> Forward:
     (gate_up, gate_up_scale), (down, down_scale) = layer.gate_up.stacked, layer.down.stacked
     stored = gate_up, down, gate_up_scale, down_scale
 
-    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+    def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
         h = reference.rms_norm(x, norm.weight, eps)
         weights, experts = reference.route(reference.linear(h, router.weight), moe.experts_per_token, moe.normalize)
         y = reference.mixture(h, weights, experts, gate_up, down, activation, gate_up_scale, down_scale)
@@ -132,7 +131,7 @@ def triton(layer: MoE) -> Forward:
             gate = norm_linear(x, norm.weight, eps, expert.gate, workspace=side.workspace, pdl=pdl, check=False)
             return SharedOutput(y, gate)
 
-    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:  # each kernel that reads x normalizes it
+    def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:  # each kernel that reads x normalizes it
         shared: SharedExpert | SharedOutput | None = expert
         if expert is not None and side is not None and not reference.computes_shared(len(x), top_k, *stored, expert):
             shared = output(x, expert, side)

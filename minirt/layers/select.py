@@ -6,7 +6,6 @@ from torch import Tensor
 from minirt.layers.base import Forward, Layer, register, triton_unsupported
 from minirt.modeling.config import ModelConfig
 from minirt.step.batch import Batch
-from minirt.step.kv_cache import LayerKV
 
 
 class Select(Layer):
@@ -24,7 +23,7 @@ class Select(Layer):
 
 @register("select", "eager")
 def eager(layer: Select) -> Forward:
-    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+    def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
         return x if batch.every_row else x[batch.logits_indices]
 
     return forward
@@ -35,7 +34,7 @@ def triton(layer: Select) -> Forward:
     """Uses the embedding kernel, with the residual stream as the table."""
     from minirt.kernels.embedding import embedding
 
-    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+    def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
         return x if batch.every_row else embedding(batch.logits_indices, x, check=False)
 
     return forward

@@ -203,12 +203,12 @@ class ModelConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     hidden_act: str  # "silu", "gelu" (erf) or "gelu_tanh"
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
     dtype: str  # the checkpoint's dtype, one of DTYPES
     rope: RopeConfig
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
     moe: MoEConfig | None = None  # None: every MLP is dense
     # Tokens that some layers attend to; None: all. No layer of `decoder_layers` has a window, so longer sequences are refused.
     sliding_window: int | None = None
@@ -296,6 +296,10 @@ class Fields:
         """Other content at the same place."""
         return Fields(raw, self.file, self.prefix, self.outer, self.read)
 
+    def has_read(self, name: str) -> bool:
+        """Whether a field has been looked at."""
+        return self._path(name) in self.read
+
     def place(self, name: str) -> str:
         """The name of a field in error messages."""
         return f"{self.file}, field {self._path(name)}"
@@ -321,12 +325,9 @@ class Fields:
     def _path(self, name: str) -> str:
         return f"{'' if name in self.outer else self.prefix}{name}"
 
-    def integer(
-        self, name: str, *, default: Any = _REQUIRED, minimum: float | None = None, maximum: float | None = None
-    ) -> int:
-        """An integer. The bounds are those of `BOUNDS` unless `maximum` is given; then the minimum is 1."""
-        least, most = (1, maximum) if maximum is not None else BOUNDS[name]
-        least = least if minimum is None else minimum
+    def integer(self, name: str, *, default: Any = _REQUIRED, **bounds: float) -> int:
+        """An integer. `bounds`: `minimum` and `maximum`, if they are not those of `BOUNDS`; the minimum of other fields is 1."""
+        least, most = _bounds(name, **bounds)
         return self._read(name, default, f"an integer from {least} to {most}", lambda value: _within(value, least, most, int))
 
     def integer_or_none(self, name: str, *, default: int | None = None, **bounds: float) -> int | None:
@@ -356,9 +357,9 @@ class Fields:
             raise self.unsupported(name, "not supported", " or ".join(known))
         return value
 
-    def integers_or_none(self, name: str, *, minimum: float | None = None, maximum: float | None = None) -> list[int] | None:
+    def integers_or_none(self, name: str, **bounds: float) -> list[int] | None:
         """A list of integers, each with the bounds of `integer`; the field may be null or absent."""
-        least, most = BOUNDS[name] if minimum is None or maximum is None else (minimum, maximum)
+        least, most = _bounds(name, **bounds)
         expected = f"a list of integers from {least} to {most}"
         return self._read(name, None, expected, lambda value: value is None or _all(value, _within, least, most, int))
 
@@ -395,6 +396,11 @@ class Fields:
         if not accepts(value):
             raise self.wrong(name, "the value is not acceptable", expected, found=shown(value))
         return value
+
+
+def _bounds(name: str, minimum: float | None = None, maximum: Any = None) -> tuple[float, float]:
+    least, most = BOUNDS.get(name, (1, maximum))
+    return least if minimum is None else minimum, most if maximum is None else maximum
 
 
 def _within(value: Any, least: float, most: float, *types: type) -> bool:
@@ -457,8 +463,7 @@ def read_rope(
     """
     dialects = [fields.nested(name) for name in ("rope_scaling", "rope_parameters")]
     given = [rope for rope in dialects if rope.raw] or dialects[:1]
-    architecture = _Architecture(max_positions, head_dim, theta, partial, frozenset(keys))
-    ropes = [architecture.read(rope, fields) for rope in given]
+    ropes = [_read_dialect(rope, fields, max_positions, head_dim, theta, partial, frozenset(keys)) for rope in given]
     if ropes[0] != ropes[-1]:
         what = "rope_scaling and rope_parameters contradict each other"
         hint = "remove the wrong one; one without a rope_theta takes the top-level rope_theta"
@@ -466,103 +471,101 @@ def read_rope(
     return ropes[0]
 
 
-@dataclass(frozen=True)
-class _Architecture:
-    """What `read_rope` knows of the architecture; see there."""
+def _read_dialect(
+    rope: Fields, fields: Fields, max_positions: int, head_dim: int, theta: float, partial: bool, keys: frozenset[str]
+) -> RopeConfig:
+    """Read the parameters of one dialect. `fields`: those of the top level; the others: see `read_rope`."""
+    kinds = (*ROPE_KEYS, "mrope") if keys >= MROPE_KEYS else ROPE_KEYS
+    kind = rope.choice("rope_type" if "rope_type" in rope.raw else "type", kinds, default="default")
+    alike = ("default", "mrope") if "mrope" in kinds else (kind,)  # transformers writes both names for M-RoPE
+    if (other := rope.raw.get("type", kind)) != kind and not (kind in alike and other in alike):
+        raise rope.wrong("type", "type and rope_type contradict each other", kind)
+    kind = "default" if kind == "mrope" else kind
+    share = _rotated_share(rope, fields, head_dim, partial)
+    _check_keys(kind, rope, keys, int(head_dim * share))
+    level = _stated_once("rope_theta", rope, fields)
+    theta = level.number("rope_theta", default=theta)
+    original = rope.integer_or_none(_ORIGINAL) or 0
+    config = RopeConfig(kind, theta, partial_rotary_factor=share)
+    if kind == "linear":
+        config = replace(config, factor=rope.number("factor"), original_max_position=original)
+    elif kind == "dynamic":  # _ORIGINAL is a record here, too
+        config = replace(config, factor=rope.number("factor"), original_max_position=max_positions)
+        if (channels := config.rotary_dim(head_dim)) < 4:
+            what = "dynamic rope needs at least two pairs of channels"
+            raise rope.wrong("rope_type", what, "4 rotated channels or more", found=channels)
+    elif kind != "default":  # as in transformers, max_position_embeddings is the default
+        level = _stated_once(_ORIGINAL, fields, rope)
+        original = level.integer(_ORIGINAL, default=max_positions)
+        config = _scaled(replace(config, original_max_position=original), rope, max_positions, head_dim)
+    if "llama_4_scaling_beta" in keys:
+        beta = rope.number("llama_4_scaling_beta")
+        if beta and not original:
+            raise rope.missing(_ORIGINAL, "a number of positions, for llama_4_scaling_beta")
+        original = config.original_max_position or original
+        config = replace(config, query_scaling_beta=beta, original_max_position=original)
+    return config
 
-    max_positions: int
-    head_dim: int
-    theta: float
-    partial: bool
-    keys: frozenset[str]
 
-    def read(self, rope: Fields, fields: Fields) -> RopeConfig:
-        """Read the parameters of one dialect. `fields`: those of the top level."""
-        kinds = (*ROPE_KEYS, "mrope") if self.keys >= MROPE_KEYS else ROPE_KEYS
-        kind = rope.choice("rope_type" if "rope_type" in rope.raw else "type", kinds, default="default")
-        alike = ("default", "mrope") if "mrope" in kinds else (kind,)  # transformers writes both names for M-RoPE
-        if (other := rope.raw.get("type", kind)) != kind and not (kind in alike and other in alike):
-            raise rope.wrong("type", "type and rope_type contradict each other", kind)
-        kind = "default" if kind == "mrope" else kind
-        share = self._partial(rope, fields)
-        self._check_keys(kind, rope, int(self.head_dim * share))
-        level = _stated_once("rope_theta", rope, fields)
-        theta = level.number("rope_theta", default=self.theta)
-        original = rope.integer_or_none(_ORIGINAL) or 0
-        config = RopeConfig(kind, theta, partial_rotary_factor=share)
-        if kind == "linear":
-            config = replace(config, factor=rope.number("factor"), original_max_position=original)
-        elif kind == "dynamic":  # _ORIGINAL is a record here, too
-            config = replace(config, factor=rope.number("factor"), original_max_position=self.max_positions)
-            if (channels := config.rotary_dim(self.head_dim)) < 4:
-                what = "dynamic rope needs at least two pairs of channels"
-                raise rope.wrong("rope_type", what, "4 rotated channels or more", found=channels)
-        elif kind != "default":  # as in transformers, max_position_embeddings is the default
-            level = _stated_once(_ORIGINAL, fields, rope)
-            original = level.integer(_ORIGINAL, default=self.max_positions)
-            config = self._scaled(replace(config, original_max_position=original), rope)
-        if "llama_4_scaling_beta" in self.keys:
-            beta = rope.number("llama_4_scaling_beta")
-            if beta and not original:
-                raise rope.missing(_ORIGINAL, "a number of positions, for llama_4_scaling_beta")
-            original = config.original_max_position or original
-            config = replace(config, query_scaling_beta=beta, original_max_position=original)
-        return config
 
-    def _scaled(self, plain: RopeConfig, rope: Fields) -> RopeConfig:
-        """The parameters of llama3, yarn and longrope."""
-        original = plain.original_max_position
-        if plain.kind == "llama3":
-            low, high = (rope.number(f"{end}_freq_factor") for end in ("low", "high"))
-            _check_order(rope, "high_freq_factor", low < high, f"more than low_freq_factor ({low:g})", high)
-            return replace(plain, factor=rope.number("factor"), low_freq_factor=low, high_freq_factor=high)
-        implied = self.max_positions / original  # transformers: yarn may have null as its factor, and longrope none
-        if plain.kind == "longrope":
-            factor = max(implied, 1.0) if rope.raw.get("factor") is None else rope.number("factor")
-            pairs = plain.rotary_dim(self.head_dim) // 2
-            short, long = (rope.numbers(name, count=pairs) for name in ("short_factor", "long_factor"))
-            attention = rope.number_or_none("attention_factor")
-            if attention is None and factor > 1 and original < 2:
-                raise rope.wrong(_ORIGINAL, "its logarithm is 0", "at least 2, or an attention_factor", found=original)
-            if attention is None:
-                attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-            return replace(plain, factor=factor, short_factor=short, long_factor=long, attention_factor=attention)
-        unstated = rope.raw.get("factor", 0) is None and 1 <= implied <= BOUNDS["factor"][1]
-        factor = implied if unstated else rope.number("factor")
-        fast, slow = rope.number_or_none("beta_fast") or 32.0, rope.number_or_none("beta_slow") or 1.0
-        _check_order(rope, "beta_fast", fast >= slow, f"beta_slow ({slow:g}) or more", fast)
-        attention, truncate = _yarn_attention_factor(rope, factor), rope.boolean("truncate", default=True)
-        return replace(plain, factor=factor, beta_fast=fast, beta_slow=slow, truncate=truncate, attention_factor=attention)
+def _scaled(plain: RopeConfig, rope: Fields, max_positions: int, head_dim: int) -> RopeConfig:
+    """The parameters of llama3, yarn and longrope."""
+    original = plain.original_max_position
+    if plain.kind == "llama3":
+        low, high = (rope.number(f"{end}_freq_factor") for end in ("low", "high"))
+        _check_order(rope, "high_freq_factor", low < high, f"more than low_freq_factor ({low:g})", high)
+        return replace(plain, factor=rope.number("factor"), low_freq_factor=low, high_freq_factor=high)
+    implied = max_positions / original  # transformers: yarn may have null as its factor, and longrope none
+    if plain.kind == "longrope":
+        factor = max(implied, 1.0) if rope.raw.get("factor") is None else rope.number("factor")
+        pairs = plain.rotary_dim(head_dim) // 2
+        short, long = (rope.numbers(name, count=pairs) for name in ("short_factor", "long_factor"))
+        attention = rope.number_or_none("attention_factor")
+        if attention is None and factor > 1 and original < 2:
+            raise rope.wrong(_ORIGINAL, "its logarithm is 0", "at least 2, or an attention_factor", found=original)
+        if attention is None:
+            attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+        return replace(plain, factor=factor, short_factor=short, long_factor=long, attention_factor=attention)
+    unstated = rope.raw.get("factor", 0) is None and 1 <= implied <= BOUNDS["factor"][1]
+    factor = implied if unstated else rope.number("factor")
+    fast, slow = rope.number_or_none("beta_fast") or 32.0, rope.number_or_none("beta_slow") or 1.0
+    _check_order(rope, "beta_fast", fast >= slow, f"beta_slow ({slow:g}) or more", fast)
+    attention, truncate = _yarn_attention_factor(rope, factor), rope.boolean("truncate", default=True)
+    return replace(plain, factor=factor, beta_fast=fast, beta_slow=slow, truncate=truncate, attention_factor=attention)
 
-    def _partial(self, rope: Fields, fields: Fields) -> float:
-        """The share of a head's channels that is rotated."""
-        level = _stated_once("partial_rotary_factor", rope, fields)
-        share = level.number_or_none("partial_rotary_factor")
-        if share in (None, 1.0):
-            return 1.0
-        name = "partial_rotary_factor"
-        if not self.partial:
-            hint = "an architecture that computes it passes partial_rotary=True to decoder_config"
-            raise level.unsupported(name, "partial rotary embedding is not supported", 1, hint=hint)
-        rotated = int(self.head_dim * share)
-        if rotated % 2 or not rotated:
-            what = f"rotary embedding rotates pairs of channels, and this is {rotated} of {self.head_dim}"
-            raise level.wrong(name, what, "an even number of channels")
-        return share
 
-    def _check_keys(self, kind: str, rope: Fields, rotary_dim: int) -> None:
-        """Refuse parameters of other types and architectures."""
-        known = ROPE_KEYS[kind] | _ROPE_COMMON | self.keys
-        for name, value in rope.raw.items():
-            neutral = type(value) in (int, float) and value == _ROPE_NEUTRAL.get(name)
-            if name not in known and value is not None and not neutral:
-                raise rope.unsupported(name, f"not a parameter of rope type {kind!r}")
-        if self.keys >= MROPE_KEYS:
-            rope.boolean("mrope_interleaved", default=False)
-            sections = rope.integers_or_none("mrope_section", minimum=0, maximum=rotary_dim)
-            if sections is not None and (len(sections) != 3 or 2 * sum(sections) != rotary_dim):
-                expected = f"three numbers of channel pairs with the sum {rotary_dim // 2}"
-                raise rope.wrong("mrope_section", "the sections do not fit", expected, found=sections)
+
+def _rotated_share(rope: Fields, fields: Fields, head_dim: int, partial: bool) -> float:
+    """The share of a head's channels that is rotated."""
+    level = _stated_once("partial_rotary_factor", rope, fields)
+    share = level.number_or_none("partial_rotary_factor")
+    if share in (None, 1.0):
+        return 1.0
+    name = "partial_rotary_factor"
+    if not partial:
+        hint = "an architecture that computes it passes partial_rotary=True to decoder_config"
+        raise level.unsupported(name, "partial rotary embedding is not supported", 1, hint=hint)
+    rotated = int(head_dim * share)
+    if rotated % 2 or not rotated:
+        what = f"rotary embedding rotates pairs of channels, and this is {rotated} of {head_dim}"
+        raise level.wrong(name, what, "an even number of channels")
+    return share
+
+
+
+def _check_keys(kind: str, rope: Fields, keys: frozenset[str], rotary_dim: int) -> None:
+    """Refuse parameters of other types and architectures."""
+    known = ROPE_KEYS[kind] | _ROPE_COMMON | keys
+    for name, value in rope.raw.items():
+        neutral = type(value) in (int, float) and value == _ROPE_NEUTRAL.get(name)
+        if name not in known and value is not None and not neutral:
+            raise rope.unsupported(name, f"not a parameter of rope type {kind!r}")
+    if keys >= MROPE_KEYS:
+        rope.boolean("mrope_interleaved", default=False)
+        sections = rope.integers_or_none("mrope_section", minimum=0, maximum=rotary_dim)
+        if sections is not None and (len(sections) != 3 or 2 * sum(sections) != rotary_dim):
+            expected = f"three numbers of channel pairs with the sum {rotary_dim // 2}"
+            raise rope.wrong("mrope_section", "the sections do not fit", expected, found=sections)
 
 
 def _stated_once(name: str, first: Fields, second: Fields) -> Fields:

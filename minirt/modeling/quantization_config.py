@@ -107,14 +107,6 @@ class Int4Scheme:
     def tensors(self) -> Int4Layout:
         return INT4_LAYOUTS[self.layout]
 
-    @property
-    def value_name(self) -> str:
-        return self.tensors.value_name
-
-    @property
-    def scale_name(self) -> str:
-        return self.tensors.scale_name
-
     def __str__(self) -> str:
         groups = "one group a row" if self.group is None else f"groups of {self.group}"
         return f"4 bits, {groups}, {'symmetric' if self.symmetric else 'with zero points'}"
