@@ -17,8 +17,8 @@ from minirt.wording import warn
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"": (False, 0), "true": (True, 1), "1": (1,), "null": ()}
 # What fields would do → their names, each with the values that change nothing. In the file, NAME is neutral if it is false or 0,
-# NAME=true if it is true or 1. Null, an empty list, an empty object, and a list of such values change nothing in any field, and in
-# NAME=null no other value does. Fields whose neutral value depends on the model: `_stated`.
+# NAME=true if it is true or 1. Null, an empty list, an empty object, and a list of such values change nothing in any field, and
+# with NAME=null no other value does. Fields whose neutral value depends on the model: `_stated`.
 FOREIGN_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
     what: {
         name: _NEUTRAL.get(value, tuple(value.split("|")))
