@@ -8,6 +8,7 @@ of training, of token ids, and of sizes that a decoder reads. A warning lists fi
 import json
 import re
 from collections.abc import Mapping
+from fnmatch import translate
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from minirt.errors import printable, shortened
 from minirt.modeling.config import ACTIVATIONS, Fields, ModelConfig, same, shown
 from minirt.wording import warn
 
+_TABLES = json.loads((Path(__file__).parent / "foreign_fields.json").read_text(encoding="utf-8"))
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"": (False, 0), "true": (True, 1), "1": (1,), "null": ()}
 # What fields would do → their names, each with the values that change nothing. In the file, NAME is neutral if it is false or 0,
 # NAME=true if it is true or 1. Null, an empty list, an empty object, and a list of such values change nothing in any field, and
@@ -24,32 +26,15 @@ FOREIGN_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
         name: _NEUTRAL.get(value, tuple(value.split("|")))
         for name, _, value in (field.partition("=") for field in " ".join(lines).split())
     }
-    for what, lines in json.loads((Path(__file__).parent / "foreign_fields.json").read_text(encoding="utf-8")).items()
+    for what, lines in _TABLES["foreign"].items()
 }
-
-
 # Fields that no code reads, and that do not change logits: where a file comes from, how its model was trained, what a call of
 # transformers returns, and all that belongs to images. Names with a leading underscore are transformers' own notes.
-_HARMLESS = re.compile(
-    r"_.*|model_type|architectures|transformers_version|transformers\.js_config|tokenizer_class|is_llama_config|unsloth_.*"
-    r"|initializer_range|.*dropout|.*_pdrop|pretraining_tp|router_aux_loss_coef|gradient_checkpointing|is_decoder|use_bfloat16"
-    r"|use_cache|output_(hidden_states|attentions|router_logits|scores)|return_dict(_in_generate)?|torchscript|tf_legacy_loss"
-    r"|chunk_size_feed_forward|id2label|label2id|problem_type|finetuning_task|attn_implementation|.*_token_id"
-    r"|tie_encoder_decoder|mtp_.*|trust_remote_code|remove_invalid_values|max_sequence_length|max_window_layers|use_mrope"
-    r"|(image|video|vision|audio|multimodal|projector|spatial)_.*"
-)
+_HARMLESS = re.compile("|".join(map(translate, " ".join(_TABLES["harmless"]).split())))
 # Settings of `generate` that older versions of transformers wrote here, with the value that changes nothing.
-_GENERATION = {
-    "temperature": 1, "top_k": 50, "top_p": 1, "typical_p": 1, "repetition_penalty": 1, "length_penalty": 1,
-    "diversity_penalty": 0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "max_length": 20, "min_length": 0,
-    "do_sample": False, "early_stopping": False, "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1,
-}  # fmt: skip
+_GENERATION: dict[str, Any] = _TABLES["generation"]
 # Other names of fields that have a default: a file with such a name and without ours does not mean the default.
-_OTHER_NAMES = {
-    "rms_norm_eps": "layer_norm_eps layer_norm_epsilon layernorm_epsilon norm_eps norm_epsilon rms_norm_epsilon rmsnorm_eps",
-    "rope_theta": "rope_base rope_freq_base rotary_base",
-    "num_key_value_heads": "num_kv_heads n_kv_heads multi_query_group_num",
-}
+_OTHER_NAMES: dict[str, str] = _TABLES["other_names"]
 
 
 def refuse_other_names(fields: Fields) -> None:
