@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from minirt.errors import UnsupportedError
 from minirt.modeling.config import Fields, ModelConfig, shown
 from minirt.modeling.quantization_config import QuantizationConfig, read_quantization
+from minirt.models.decoder import decoder_layers
 from minirt.models.foreign_fields import warn_of_unread_fields
 from minirt.models.presets import raw_configs
 
@@ -71,7 +72,7 @@ def decoder_fields(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def build(config: ModelConfig) -> "list[Layer]":
     """The layers of a model in execution order, without weights."""
-    return ARCHITECTURES[config.model_type].layers(config)
+    return getattr(ARCHITECTURES[config.model_type], "layers", decoder_layers)(config)
 
 
 def build_with_drafts(config: ModelConfig, rows: int | None = None) -> "tuple[list[Layer], list[Layer]]":

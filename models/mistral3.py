@@ -2,11 +2,9 @@
 
 from minirt.modeling.config import Fields, ModelConfig
 from minirt.models import ministral3, mistral
-from minirt.models.decoder import decoder_layers
 from minirt.models.vision import text_config, text_fields
 
 DECODERS = {"ministral3": ministral3, "mistral": mistral}
-layers = decoder_layers
 
 
 def config(fields: Fields) -> ModelConfig:

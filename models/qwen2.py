@@ -4,11 +4,9 @@ A file may state layers of multi-token prediction, with the fields and tensors o
 """
 
 from minirt.modeling.config import Fields, ModelConfig
-from minirt.models.decoder import WINDOW_OFF_BY_DEFAULT, decoder_config, decoder_layers
+from minirt.models.decoder import WINDOW_OFF_BY_DEFAULT, decoder_config
 from minirt.models.mtp import draft_layers as draft_layers
 from minirt.models.mtp import read_mtp
-
-layers = decoder_layers
 
 
 def config(fields: Fields) -> ModelConfig:

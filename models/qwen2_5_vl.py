@@ -1,10 +1,8 @@
 """Qwen2.5-VL: Qwen2 in a model with a vision encoder. Computes text only, where M-RoPE equals RoPE."""
 
 from minirt.modeling.config import MROPE_KEYS, Fields, ModelConfig
-from minirt.models.decoder import Window, decoder_config, decoder_layers
+from minirt.models.decoder import Window, decoder_config
 from minirt.models.vision import text_config, text_fields
-
-layers = decoder_layers
 
 
 def config(fields: Fields) -> ModelConfig:

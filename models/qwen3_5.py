@@ -8,12 +8,11 @@ Official files are those of a model that also sees images (`Qwen3_5ForConditiona
 from collections.abc import Collection
 
 from minirt.modeling.config import MROPE_KEYS, Fields, GatedDeltaNetConfig, ModelConfig, MoEConfig
-from minirt.models.decoder import decoder_config, decoder_layers, read_layer_types
+from minirt.models.decoder import decoder_config, read_layer_types
 from minirt.models.mtp import draft_layers as draft_layers
 from minirt.models.mtp import read_mtp
 from minirt.models.vision import text_config, text_fields
 
-layers = decoder_layers
 _KINDS = ("linear_attention", "full_attention")
 # Fields that have one value in every file, and the only one that is computed.
 _ONLY = {

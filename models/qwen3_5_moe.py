@@ -8,7 +8,6 @@ from minirt.models.decoder import moe_config
 from minirt.models.qwen3_5 import decoder_fields as decoder_fields
 from minirt.models.qwen3_5 import draft_layers as draft_layers
 from minirt.models.qwen3_5 import hybrid_config
-from minirt.models.qwen3_5 import layers as layers
 from minirt.models.vision import text_config
 
 # Fields of other mixtures, with the only value that is computed: every layer is a mixture, and weights are normalized.

@@ -1,10 +1,9 @@
 """Qwen3-VL: Qwen3 in a model with a vision encoder. Computes text only, where M-RoPE equals RoPE."""
 
 from minirt.modeling.config import MROPE_KEYS, Fields, ModelConfig
-from minirt.models.decoder import decoder_config, decoder_layers
+from minirt.models.decoder import decoder_config
 from minirt.models.vision import text_config, text_fields
 
-layers = decoder_layers
 decoder_fields = text_fields
 
 

@@ -1,9 +1,7 @@
 """SmolLM3: Llama, with some layers without rotary embedding."""
 
 from minirt.modeling.config import Fields, ModelConfig
-from minirt.models.decoder import Window, decoder_config, decoder_layers, read_no_rope_layers
-
-layers = decoder_layers
+from minirt.models.decoder import Window, decoder_config, read_no_rope_layers
 
 
 def config(fields: Fields) -> ModelConfig:

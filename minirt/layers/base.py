@@ -324,9 +324,6 @@ def triton_unsupported(layer: Layer, device: torch.device) -> str | None:
     absent = isinstance(device, AbsentGPU)  # then neither Triton nor the environment here say anything about it
     if not absent and not triton_installed():
         return "Triton is not installed (pip install triton)"
-    for parameter in layer.parameters():
-        if parameter.no_triton is not None:
-            return parameter.no_triton
     on_gpu = device.type == "cuda"
     if not absent and interpreting():
         return interpreter_unsupported(str(layer.context.dtype).removeprefix("torch."), on_gpu)

@@ -32,7 +32,7 @@ class DraftInput(Embedding):
         h, centered = config.hidden_size, config.zero_centered_norms
         self.norm_embedding = NormWeight(norm_embedding, h, centered)
         self.norm_hidden = NormWeight(norm_hidden, h, centered)
-        self.fc = PackedLinear([Part(fc, h)], 2 * h)
+        self.fc = PackedLinear([Part(fc, h)], 2 * h, quantizable=False)
 
     def linear_ops(self) -> tuple[LinearOp, ...]:
         return (LinearOp(self.fc),)

@@ -50,7 +50,7 @@ class GatedDeltaNet(Layer):
         else:
             parts = [Part(f"{prefix}.in_proj_qkv", self.channels), Part(f"{prefix}.in_proj_z", values)]
             beside = [Part(f"{prefix}.in_proj_b", v_heads), Part(f"{prefix}.in_proj_a", v_heads)]
-        self.in_proj_ba = _Beside(beside, h)
+        self.in_proj_ba = _Beside(beside, h, quantizable=False)
         self.in_proj = _Joined(parts, h, self.in_proj_ba)
         self.conv = Values(f"{prefix}.conv1d.weight", (self.channels, 1, WIDTH), (-0.5, 0.5))
         self.A_log = Values(f"{prefix}.A_log", (v_heads,), (-4.6, 2.7), torch.float32)
@@ -135,8 +135,6 @@ class _Joined(PackedLinear):
 
 class _Beside(PackedLinear):
     """The other one of a `_Joined`, which allocates it."""
-
-    quantizable = False
 
     def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
         pass

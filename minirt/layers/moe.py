@@ -45,7 +45,7 @@ class MoE(Layer):
         router, experts, shared, shared_gate = checkpoint_names(prefix, "gate experts shared_expert shared_expert_gate", names)
         self.moe = moe
         self.norm = NormWeight(norm, h, config.zero_centered_norms)
-        self.router = _unquantized(PackedLinear([Part(router, moe.num_experts)], h))
+        self.router = PackedLinear([Part(router, moe.num_experts)], h, quantizable=False)
         i, shared_i = moe.intermediate_size, moe.shared_intermediate_size
         gate_up = [Part("gate_proj", i), Part("up_proj", i)]
         self.gate_up = PackedExperts(experts, gate_up, h, moe.num_experts, "gate_up_proj")
@@ -56,7 +56,7 @@ class MoE(Layer):
         if shared_i:
             self.shared_gate_up = PackedLinear([Part(f"{shared}.{part.name}", shared_i) for part in gate_up], h)
             self.shared_down = PackedLinear([Part(f"{shared}.down_proj", h)], shared_i)
-            self.shared_gate = _unquantized(PackedLinear([Part(shared_gate, 1)], h))
+            self.shared_gate = PackedLinear([Part(shared_gate, 1)], h, quantizable=False)
 
     def linear_ops(self) -> Sequence[LinearOp]:
         experts = self.moe.num_experts, self.moe.experts_per_token
@@ -74,11 +74,6 @@ class MoE(Layer):
     def activation_values(self) -> int:
         in_order = self.moe.experts_per_token * self.config.hidden_size  # the tokens, once for each of their experts
         return super().activation_values + in_order
-
-
-def _unquantized(linear: PackedLinear) -> PackedLinear:
-    linear.quantizable = False
-    return linear
 
 
 def _shared_expert(layer: MoE) -> SharedExpert | None:

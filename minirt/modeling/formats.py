@@ -67,14 +67,12 @@ class LinearFormat(ABC):
 
     Attributes:
         name: as the plan shows it. Formats with one name have the same memory and the same kernels.
-        no_triton: why no Triton kernel computes it; None: the kernels do.
-        capability: the lowest compute capability of its kernels.
+        capability: the lowest compute capability of its kernels; infinity: no Triton kernel computes it.
         rounds_activations: whether steps of several tokens round activations to e4m3.
         chunk: weights that are quantized or repacked at a time.
     """
 
     name: ClassVar[str]
-    no_triton: ClassVar[str | None] = None
     capability: ClassVar[float] = 8.9
     rounds_activations: ClassVar[bool] = True
     chunk: ClassVar[int] = CHUNK

@@ -83,11 +83,6 @@ class Parameter(ABC):
         raise NotImplementedError
 
     @property
-    def no_triton(self) -> str | None:
-        """Why no Triton kernel computes with these weights in their format; None: the kernels do."""
-        return None if self.format is None else self.format.no_triton
-
-    @property
     @abstractmethod
     def num_parameters(self) -> int:
         """Number of weights."""
@@ -128,10 +123,9 @@ class PackedLinear(Parameter):
     quantized: `weight` and `scale` are what the format allocates, see `minirt.modeling.formats`. Otherwise `scale` is None.
     """
 
-    quantizable = True
     random_gain = 1.0  # factor of random weights
 
-    def __init__(self, parts: Sequence[Part], in_features: int, bias: bool = False) -> None:
+    def __init__(self, parts: Sequence[Part], in_features: int, bias: bool = False, quantizable: bool = True) -> None:
         self.parts = tuple(parts)
         self.rows = tuple(part.rows for part in self.parts)
         self.modules = tuple(dict.fromkeys(part.name for part in self.parts))
@@ -139,7 +133,7 @@ class PackedLinear(Parameter):
         for part, stop in zip(self.parts, accumulate(self.rows), strict=True):
             self._places[part.name].append((part, slice(stop - part.rows, stop)))
         self.in_features = in_features
-        self.has_bias = bias
+        self.has_bias, self.quantizable = bias, quantizable
         self.weight: Tensor = torch.empty(0)
         self.scale: Tensor | None = None
         self.bias: Tensor | None = None

@@ -330,7 +330,7 @@ TENSORS = {  # what: style, change of the tensors, error, words
     "a part in FP8": (
         "packed 128", lambda t: [t.pop(f"{K}.weight_packed"),
         t.update({f"{K}.weight": torch.ones(96, 144).to(torch.float8_e4m3fn)})],
-        CheckpointError, rf"{K}\.weight: the scale is not that of the stated format",
+        CheckpointError, rf"{K}\.weight: the weight is not that of the stated format",
     ),
     "NVFP4": ("packed 128", lambda t: t.update({f"{K}.weight_scale_2": torch.ones(1)}), UnsupportedError, "NVFP4"),
 }  # fmt: skip
