@@ -89,21 +89,19 @@ def _stated(config: ModelConfig) -> dict[str, tuple[Any, ...]]:
 
     Qwen2 has biases on q, k and v and none on o: for `attention_bias`, which is all four, transformers takes either value.
     """
-    qkv, moe = (config.qkv_bias,), config.moe
-    act = tuple(name for name, same in ACTIVATIONS.items() if same == config.hidden_act)
-    fields: dict[str, tuple[Any, ...]] = {
-        "attention_bias": (config.qkv_bias, config.o_bias), "mlp_bias": (config.mlp_bias,), "qkv_bias": qkv, "use_qkv_bias": qkv,
-        "add_qkv_bias": qkv, "attention_qkv_bias": qkv, "attention_out_bias": (config.o_bias,),
-        **dict.fromkeys(("qk_norm", "use_qk_norm", "qk_layernorm", "use_qk_layernorm"), (config.qk_norm,)),
-        **dict.fromkeys(("hidden_activation", "activation_function", "mlp_hidden_act"), act),
-        **dict.fromkeys(("query_pre_attn_scalar", "rotary_dim", "kv_channels", "attention_head_dim"), (config.head_dim,)),
+    shared = config.moe.shared_intermediate_size if config.moe is not None else 0
+    values: dict[str, tuple[Any, ...]] = {
+        "attention_bias": (config.qkv_bias, config.o_bias), "mlp_bias": (config.mlp_bias,),
+        "qkv_bias use_qkv_bias add_qkv_bias attention_qkv_bias": (config.qkv_bias,), "attention_out_bias": (config.o_bias,),
+        "qk_norm use_qk_norm qk_layernorm use_qk_layernorm": (config.qk_norm,),
+        "hidden_activation activation_function mlp_hidden_act":
+            tuple(name for name, same in ACTIVATIONS.items() if same == config.hidden_act),
+        "query_pre_attn_scalar rotary_dim kv_channels attention_head_dim": (config.head_dim,),
         "attention_multiplier": (config.head_dim**-0.5,), "dim_model_base": (config.hidden_size,),
-        "unpadded_vocab_size": (config.vocab_size,),
-        "rotary_emb_base": (config.rope.theta,),
+        "unpadded_vocab_size": (config.vocab_size,), "rotary_emb_base": (config.rope.theta,),
+        "shared_expert_intermediate_size" if shared else "": (shared,),
     }  # fmt: skip
-    if moe is not None and moe.shared_intermediate_size:
-        fields["shared_expert_intermediate_size"] = (moe.shared_intermediate_size,)
-    return fields
+    return {name: neutral for names, neutral in values.items() for name in names.split()}
 
 
 def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:

@@ -6,12 +6,13 @@ Official files are those of a model that also sees images (`Qwen3_5ForConditiona
 """
 
 from collections.abc import Collection
+from functools import partial
 
 from minirt.modeling.config import MROPE_KEYS, Fields, GatedDeltaNetConfig, ModelConfig, MoEConfig
 from minirt.models.decoder import decoder_config, read_layer_types
 from minirt.models.mtp import draft_layers as draft_layers
 from minirt.models.mtp import read_mtp
-from minirt.models.vision import text_config, text_fields
+from minirt.models.vision import text_fields
 
 _KINDS = ("linear_attention", "full_attention")
 # Fields that have one value in every file, and the only one that is computed.
@@ -21,14 +22,12 @@ _ONLY = {
 }  # fmt: skip
 
 
+CLASSES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")
+decoder_fields = partial(text_fields, flat=True)  # the decoder alone is `qwen3_5_text`
+
+
 def config(fields: Fields) -> ModelConfig:
-    """The config of the decoder, alone (`qwen3_5_text`) or in `text_config`."""
-    classes = "Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"
-    return text_config(fields, decoder_fields(fields), classes, lambda text: hybrid_config(text, model_type="qwen3_5"))
-
-
-def decoder_fields(fields: Fields) -> Fields:
-    return text_fields(fields, flat=True)
+    return hybrid_config(fields, model_type="qwen3_5")
 
 
 def hybrid_config(
@@ -53,9 +52,8 @@ def hybrid_config(
 
 def _gated_delta_net(fields: Fields, num_layers: int, grouped: bool) -> GatedDeltaNetConfig:
     kinds = read_layer_types(fields, num_layers, _KINDS, " or ".join(_KINDS))
-    if kinds is None:
-        interval = fields.integer("full_attention_interval", default=4)
-        kinds = [_KINDS[(i + 1) % interval == 0] for i in range(num_layers)]
+    interval = fields.integer_or_none("full_attention_interval", default=4) or 4
+    kinds = kinds or [_KINDS[(i + 1) % interval == 0] for i in range(num_layers)]
     keys = fields.integer("linear_num_key_heads", default=16)
     values = fields.integer("linear_num_value_heads", default=32)
     if values % keys:

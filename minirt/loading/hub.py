@@ -299,23 +299,19 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
         raise
     except Exception as error:  # network exceptions differ between versions of huggingface_hub
         detail = str(error).strip().partition("\n")[0]
-        match error:
-            case errors.GatedRepoError():
-                what, hint = "access is restricted", "accept its terms on the Hub, and set HF_TOKEN or log in"
-            case errors.RepositoryNotFoundError():
-                what, hint = "does not exist, or is private", "check the spelling; for a private one set HF_TOKEN"
-            case errors.RevisionNotFoundError():
-                what, hint = f"has no revision {revision!r}", "give a branch, a tag or a commit of it"
-            case errors.HFValidationError():
-                what, hint = f"is not a Hub id: {detail}", _accepted(repo)
-            case _ if constants.HF_HUB_OFFLINE:
-                what, hint = "is missing or incomplete in the cache, and HF_HUB_OFFLINE is set", f"unset it; or {local}"
-            case errors.LocalEntryNotFoundError() | ConnectionError():
-                cause = re.sub(r"(Got: )?(\b\w+(Error|Exception)\b:? ?)?(\[Errno -?\d+\] )?", "", detail, count=1)
-                what = "is not in the cache, and the Hub cannot be reached" + (f": {cause}" if cause else "")
-                hint = f"check the network; or {local}"
-            case errors.HfHubHTTPError():
-                what, hint = f"the Hub refused: {detail}", f"check HF_TOKEN, try again later; or {local}"
-            case _:
-                what, hint = f"cannot be downloaded: {type(error).__name__}: {detail}", local
+        cause = re.sub(r"(Got: )?(\b\w+(Error|Exception)\b:? ?)?(\[Errno -?\d+\] )?", "", detail, count=1)
+        unreachable = "is not in the cache, and the Hub cannot be reached" + (f": {cause}" if cause else "")
+        private = "check the spelling; for a private one set HF_TOKEN"
+        offline = Exception if constants.HF_HUB_OFFLINE else ()
+        kinds: tuple[tuple[Any, str, str], ...] = (
+            (errors.GatedRepoError, "access is restricted", "accept its terms on the Hub, and set HF_TOKEN or log in"),
+            (errors.RepositoryNotFoundError, "does not exist, or is private", private),
+            (errors.RevisionNotFoundError, f"has no revision {revision!r}", "give a branch, a tag or a commit of it"),
+            (errors.HFValidationError, f"is not a Hub id: {detail}", _accepted(repo)),
+            (offline, "is missing or incomplete in the cache, and HF_HUB_OFFLINE is set", f"unset it; or {local}"),
+            ((errors.LocalEntryNotFoundError, ConnectionError), unreachable, f"check the network; or {local}"),
+            (errors.HfHubHTTPError, f"the Hub refused: {detail}", f"check HF_TOKEN, try again later; or {local}"),
+            (Exception, f"cannot be downloaded: {type(error).__name__}: {detail}", local),
+        )
+        what, hint = next((what, hint) for kind, what, hint in kinds if isinstance(error, kind))
         raise ModelNotFoundError(what, where=f"Hub model {repo}", hint=hint) from error
