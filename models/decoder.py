@@ -5,17 +5,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from minirt.errors import ConfigError
-from minirt.modeling.config import (
-    ACTIVATIONS,
-    DTYPES,
-    MAX_HEAD_DIM,
-    AttentionSettings,
-    Fields,
-    ModelConfig,
-    MoEConfig,
-    read_rope,
-    shown,
-)
+from minirt.modeling import config as known
+from minirt.modeling.config import AttentionSettings, Fields, ModelConfig, MoEConfig, read_rope, shown
 from minirt.modeling.quantization_config import read_quantization
 from minirt.models.foreign_fields import refuse_foreign_fields, refuse_other_names
 from minirt.wording import warn
@@ -97,7 +88,7 @@ def decoder_config(
         num_heads=heads, num_kv_heads=kv, head_dim=head_size, vocab_size=fields.integer("vocab_size"),
         rms_norm_eps=fields.number("rms_norm_eps", default=eps), max_position_embeddings=positions,
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=tie_word_embeddings),
-        hidden_act=ACTIVATIONS[fields.choice("hidden_act", ACTIVATIONS, default="silu")], dtype=_dtype(fields),
+        hidden_act=known.ACTIVATIONS[fields.choice("hidden_act", known.ACTIVATIONS, default="silu")], dtype=_dtype(fields),
         rope=read_rope(fields, positions, head_size, theta=theta, partial=partial_rotary, keys=rope_keys),
         sliding_window=None if window is None else _window(fields, layers, window), **fixed,
     )  # fmt: skip
@@ -143,7 +134,7 @@ def _dtype(fields: Fields) -> str:
     for name in ("dtype", "torch_dtype"):
         if (value := fields.raw.get(name)) not in (None, "auto"):
             plain = value.removeprefix("torch.") if isinstance(value, str) else value
-            given[name] = fields.over({name: plain}).choice(name, DTYPES)
+            given[name] = fields.over({name: plain}).choice(name, known.DTYPES)
     return _once(fields, given) or "float32"
 
 
@@ -155,9 +146,9 @@ def _head_dim(fields: Fields, hidden: int, heads: int, default: int | None) -> i
         if fields.raw.get("head_dim") is None and hidden % heads:
             what = "head_dim is missing, and it does not follow from the other sizes"
             raise fields.wrong("hidden_size", what, f"a multiple of num_attention_heads ({heads})")
-    if value % 2 or value > MAX_HEAD_DIM:
+    if value % 2 or value > known.MAX_HEAD_DIM:
         what = "the head size is not acceptable: rotary embedding rotates pairs of channels"
-        raise fields.wrong("head_dim", what, f"an even number up to {MAX_HEAD_DIM}", found=value)
+        raise fields.wrong("head_dim", what, f"an even number up to {known.MAX_HEAD_DIM}", found=value)
     return value
 
 
@@ -223,11 +214,11 @@ def _window(fields: Fields, num_layers: int, absent: Window) -> int | None:
     return window or fields.integer("sliding_window")  # 0 is refused
 
 
-def read_layer_types(fields: Fields, num_layers: int, known: Collection[str], expected: str) -> list[str] | None:
-    """`layer_types`: absent, null, or one of the `known` kinds for each layer. `expected`: for the error."""
+def read_layer_types(fields: Fields, num_layers: int, accepted: Collection[str], expected: str) -> list[str] | None:
+    """`layer_types`: absent, null, or one of the `accepted` kinds for each layer. `expected`: for the error."""
     kinds = fields.strings_or_none("layer_types")
     for kind in kinds or ():
-        if kind not in known:
+        if kind not in accepted:
             raise fields.unsupported("layer_types", "the layer type is not supported", expected, found=shown(kind))
     if kinds is not None:
         fields.check_count("layer_types", kinds, num_layers, "layer")

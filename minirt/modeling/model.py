@@ -11,7 +11,8 @@ from torch import Tensor
 from minirt.device import on_device
 from minirt.errors import ConfigError, UnsupportedError
 from minirt.gpus import AbsentGPU
-from minirt.layers import BUILT_IN, Layer, LayerContext, Select, has_implementation, implementation
+from minirt.layers import Layer, LayerContext, Select, implementation
+from minirt.layers.base import BUILT_IN, has_implementation
 from minirt.modeling.config import ModelConfig, RopeConfig
 from minirt.modeling.formats import FormatChoice
 from minirt.modeling.parameters import Parameter

@@ -149,7 +149,8 @@ RETURNS = {  # the wrong result of a custom implementation, made from the result
 @pytest.mark.parametrize("wrong", RETURNS)
 def test_what_an_own_implementation_returns_is_checked(wrong, kind, hf_folder):
     """Kernels use only addresses. With wrong strides they would silently read wrong numbers."""
-    from minirt.layers import has_implementation, implementation, register
+    from minirt.layers import implementation, register
+    from minirt.layers.base import has_implementation
 
     name = f"returns-{wrong.replace(' ', '-')}"
     if not has_implementation(kind, name):
