@@ -113,7 +113,7 @@ class Layer:
     own `kind`, and implementations registered for it.
 
     Attributes:
-        kind: the name for which implementations are registered.
+        kind: the name for which implementations are registered, and the default of the layer's own name.
         cache_spec: what the layer keeps between steps, and gets as `kv`; None: nothing. Only layers with a cache spec may use
             other tokens than a row's own, so `Select` comes after the last of them.
         residual: whether it adds to the residual stream.
@@ -133,8 +133,8 @@ class Layer:
     cache_spec: CacheSpec | None = None
     needs_every_row: bool = False
 
-    def __init__(self, config: ModelConfig, name: str) -> None:
-        self.config, self.name = config, name
+    def __init__(self, config: ModelConfig, name: str = "") -> None:
+        self.config, self.name = config, name or self.kind
         self._forward: Forward | None = None
         self.implementation: str | None = None  # the name of the bound implementation
         self.context = LayerContext(0, torch.device("meta"))

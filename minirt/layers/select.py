@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from minirt.layers.base import Forward, Layer, register, triton_unsupported
-from minirt.modeling.config import ModelConfig
 from minirt.step.batch import Batch
 
 
@@ -13,9 +12,6 @@ class Select(Layer):
 
     kind = "select"
     residual, selects_rows = False, True
-
-    def __init__(self, config: ModelConfig, *, name: str = "select") -> None:
-        super().__init__(config, name)
 
     def returns(self, x: Tensor, batch: Batch) -> tuple[tuple[int, ...], torch.dtype]:
         return (batch.logits_indices.shape[0], x.shape[1]), x.dtype

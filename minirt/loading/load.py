@@ -79,9 +79,8 @@ def find(model: str | Path, revision: str | None, *, need_weights: bool, progres
     config, fields = models.parse_config(files.config, config_file), models.decoder_fields(files.config)
     check_token_ids(fields, config_file, config.vocab_size)
     check_token_ids(files.generation_config or {}, str(files.folder / "generation_config.json"), config.vocab_size)
-    producer = None
-    if files.hf_quant_config is not None:
-        producer = Fields(files.hf_quant_config, str(files.folder / "hf_quant_config.json"))
+    stated = files.hf_quant_config
+    producer = None if stated is None else Fields(stated, str(files.folder / "hf_quant_config.json"))
     return Source(files, config, read_quantization(Fields(fields, config_file), producer))
 
 
@@ -239,8 +238,7 @@ def _eager_layers(model: Model, options: LoadOptions) -> str | None:
         return None
     what = f"{len(reasons)} of {len(rows)} layers run eager on this GPU, which is slow: {'; '.join(dict.fromkeys(reasons))}"
     ways = ["--quantize int4"] * (options.quantization == "fp8") + ["--kv-cache-dtype auto"] * (options.kv_cache_dtype == "fp8")
-    narrow = ways and compute_capability(model.device) < (8, 9)
-    return worded(f"{what} (use {' and '.join(ways)})") if narrow else what
+    return worded(f"{what} (use {' and '.join(ways)})") if ways and compute_capability(model.device) < (8, 9) else what
 
 
 def _match(model: Model, entries: Mapping[str, Entry], options: LoadOptions) -> str | None:
@@ -267,8 +265,7 @@ def _match(model: Model, entries: Mapping[str, Entry], options: LoadOptions) -> 
 def plan_load(options: LoadOptions, gpu: AbsentGPU | None = None) -> tuple[Model, MemoryPlan]:
     """`plan_model`, and what loading takes of the memory."""
     model = plan_model(options, gpu)
-    length = pick_length(model.config, options.max_model_len)
-    return model, plan_memory(model, length, model.device, options)
+    return model, plan_memory(model, pick_length(model.config, options.max_model_len), model.device, options)
 
 
 def remedy(options: LoadOptions, device: torch.device | AbsentGPU) -> str:
@@ -396,7 +393,9 @@ def load(options: LoadOptions, progress: ProgressCallback | None = None) -> Load
     tokenizer = Tokenizer.load(files.folder) if files else None
     check_vocabulary(tokenizer, config)
     if model.draft_model is not None and isinstance(options.speculative, SpeculativeOptions):
-        _choose_draft_ids(model.draft_model, tokenizer, options.speculative)
+        for head in model.draft_model.layers[-1].parameters():
+            if isinstance(head, SomeRows):  # the ids that drafts may have, before the rows are loaded
+                head.ids = draft_ids(tokenizer, len(head.ids), config.vocab_size, options.speculative.draft_vocab_text)
     if weights is not None:
         checkpoint.check_total_size(weights.weight_files, weights.total_size)
     plan = plan_memory(model, length, device, options)
@@ -420,13 +419,6 @@ def load(options: LoadOptions, progress: ProgressCallback | None = None) -> Load
     generation_config = files.generation_config if files else None
     eos = eos_token_ids(generation_config, dict(models.decoder_fields(files.config)) if files else {}, tokenizer)
     return LoadedModel(model, tokenizer, generation_config, known_end_ids(eos, config), bytes_read, unused)
-
-
-def _choose_draft_ids(draft_model: Model, tokenizer: Tokenizer | None, speculative: SpeculativeOptions) -> None:
-    """Set the ids that drafts may have, before the rows of the head are loaded."""
-    for head in draft_model.layers[-1].parameters():
-        if isinstance(head, SomeRows):
-            head.ids = draft_ids(tokenizer, len(head.ids), draft_model.config.vocab_size, speculative.draft_vocab_text)
 
 
 def check_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig) -> None:

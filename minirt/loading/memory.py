@@ -305,8 +305,7 @@ def estimate_step(model: Model, limits: EngineLimits, cuda_graphs: bool) -> int:
     """An estimate of the bytes that steps need on a GPU beside weights and KV pages; see `measure_step_bytes`."""
     config, size, length, tokens = model.config, model.dtype.itemsize, limits.max_model_len, limits.max_num_batched_tokens
     rows = limits.max_logits_rows if limits.max_drafts else limits.max_num_seqs
-    widest = max(layer.activation_values for layer in model.layers)
-    row = (2 * config.hidden_size + widest) * size
+    row = (2 * config.hidden_size + max(layer.activation_values for layer in model.layers)) * size
     logits = rows * config.vocab_size * 4
     slot = slot_bytes(config.vocab_size, length) + 4 * (-(-length // PAGE_SIZE) + limits.keeps_history * length)
     processed = min(rows, PROCESSED_ROWS) * config.vocab_size * 4

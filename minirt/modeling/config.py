@@ -19,14 +19,14 @@ ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
 }  # fmt: skip
 # The keys that each rope type accepts besides _ROPE_COMMON.
-ROPE_KEYS: dict[str, frozenset[str]] = {
-    "default": frozenset(),
-    "dynamic": frozenset({"factor"}),
-    "linear": frozenset({"factor"}),
-    "longrope": frozenset({"factor", "short_factor", "long_factor", "attention_factor"}),
-    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
-    "yarn": frozenset({"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
-}
+ROPE_KEYS = {
+    kind: frozenset(keys.split())
+    for kind, keys in {
+        "default": "", "dynamic": "factor", "linear": "factor", "longrope": "factor short_factor long_factor attention_factor",
+        "llama3": "factor low_freq_factor high_freq_factor",
+        "yarn": "factor attention_factor beta_fast beta_slow mscale mscale_all_dim truncate",
+    }.items()
+}  # fmt: skip
 _ORIGINAL = "original_max_position_embeddings"
 # Keys that every rope type accepts. Where they are in no formula, they record how the model was trained.
 _ROPE_COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned", _ORIGINAL})
@@ -44,17 +44,13 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "max_window_layers mlp_only_layers mtp_num_hidden_layers": (0, 1024),
     "num_attention_heads num_key_value_heads linear_num_key_heads linear_num_value_heads": (1, 1024),
     "head_dim linear_key_head_dim linear_value_head_dim": (1, MAX_HEAD_DIM),
-    "num_experts num_local_experts": (1, 1024),
-    "vocab_size": (1, MAX_VOCAB),
-    "pad_token_id": (-1, MAX_VOCAB),
+    "num_experts num_local_experts": (1, 1024), "vocab_size": (1, MAX_VOCAB), "pad_token_id": (-1, MAX_VOCAB),
     f"max_position_embeddings {_ORIGINAL} sliding_window": (1, MAX_POSITIONS),
-    "rms_norm_eps": (1e-20, 0.1),
-    "rope_theta": (1.001, 1e15),
-    "factor": (1, 1e6),
+    "rms_norm_eps": (1e-20, 0.1), "rope_theta": (1.001, 1e15), "factor": (1, 1e6),
     "mscale mscale_all_dim llama_4_scaling_beta": (0, 1e6),
     "attention_factor beta_fast beta_slow low_freq_factor high_freq_factor short_factor long_factor": (1e-6, 1e6),
     "partial_rotary_factor no_rope_layers": (0, 1),
-}
+}  # fmt: skip
 BOUNDS = {name: bounds for names, bounds in _BOUNDS.items() for name in names.split()}
 
 
