@@ -65,8 +65,8 @@ def decoder_config(
         partial_rotary: whether `partial_rotary_factor` may rotate a part of a head's channels; else a factor below 1 is refused.
         rope_keys: keys of the rope fields that are known besides those of `minirt.modeling.config.ROPE_KEYS`.
         window: what absent fields of a sliding window mean; None: the architecture reads these fields itself.
-        fixed: other fields of `ModelConfig`, such as `qkv_bias`, `mlp_bias`, `qk_norm`, `no_rope_layers`, and `moe` from
-            `moe_config`. Without `moe`, fields of experts are refused.
+        fixed: other fields of `ModelConfig`, such as `qkv_bias`, `mlp_bias`, `qk_norm`, `no_rope_layers` and `moe`.
+            `moe_config` reads `moe`; without it, fields of experts are refused.
     """
     refuse_unserved(fields)
     if fixed.get("moe") is None:
