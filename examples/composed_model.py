@@ -16,10 +16,9 @@ def compose(config):
     layers = [Embedding(config, weight="model.embed_tokens")]
     for i in range(config.num_layers):
         block = f"model.layers.{i}"
-        q, k, v, o = (f"{block}.self_attn.{name}_proj" for name in "qkvo")
-        gate, up, down = (f"{block}.mlp.{name}_proj" for name in ("gate", "up", "down"))
-        attention = Attention(config, name=f"layers.{i}.attention", norm=f"{block}.input_layernorm", q=q, k=k, v=v, o=o)
-        mlp = MLP(config, name=f"layers.{i}.mlp", norm=f"{block}.post_attention_layernorm", gate=gate, up=up, down=down)
+        norms = f"{block}.input_layernorm", f"{block}.post_attention_layernorm"
+        attention = Attention(config, name=f"layers.{i}.attention", norm=norms[0], prefix=f"{block}.self_attn")
+        mlp = MLP(config, name=f"layers.{i}.mlp", norm=norms[1], prefix=f"{block}.mlp")
         layers += [attention, mlp] * {LEFT_OUT: 0, TWICE: 2}.get(i, 1)
     head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
     return [*layers, Head(config, norm="model.norm", weight=head)]

@@ -11,16 +11,13 @@ from typing import TYPE_CHECKING, Any
 from minirt.errors import UnsupportedError
 from minirt.modeling.config import Fields, ModelConfig, shown
 from minirt.modeling.quantization_config import QuantizationConfig, read_quantization
+from minirt.models.decoder import decoder_layers
 from minirt.models.foreign_fields import warn_of_unread_fields
 from minirt.models.presets import raw_configs
+from minirt.models.vision import text_config
 
 if TYPE_CHECKING:
     from minirt.layers import Layer
-
-__all__ = [
-    "ARCHITECTURES", "Preset", "build", "build_with_drafts", "decoder_fields", "embedded", "parse_config", "preset",
-    "presets",
-]  # fmt: skip
 
 _TYPES = (
     "llama", "ministral3", "mistral", "mistral3", "qwen2", "qwen2_5_vl", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe",
@@ -58,7 +55,9 @@ def parse_config(raw: Any, file: str = "config.json") -> ModelConfig:
         what, expected = f"architecture {shown(model_type)} is not supported", f"one of {', '.join(ARCHITECTURES)}"
         hint = "take a model of one of these architectures; minirt models lists some"
         raise fields.unsupported("model_type", what, expected, found=None, hint=hint)
-    config: ModelConfig = ARCHITECTURES[model_type].config(fields)
+    module = ARCHITECTURES[model_type]
+    find = getattr(module, "decoder_fields", None)
+    config: ModelConfig = module.config(fields) if find is None else text_config(fields, find(fields), module)
     warn_of_unread_fields(fields)
     return config
 
@@ -71,7 +70,7 @@ def decoder_fields(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def build(config: ModelConfig) -> "list[Layer]":
     """The layers of a model in execution order, without weights."""
-    return ARCHITECTURES[config.model_type].layers(config)
+    return getattr(ARCHITECTURES[config.model_type], "layers", decoder_layers)(config)
 
 
 def build_with_drafts(config: ModelConfig, rows: int | None = None) -> "tuple[list[Layer], list[Layer]]":

@@ -2,27 +2,11 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from minirt.errors import ConfigError
-from minirt.modeling.config import (
-    ACTIVATIONS,
-    DTYPES,
-    MAX_EXPERTS,
-    MAX_HEAD_DIM,
-    MAX_HEADS,
-    MAX_HIDDEN,
-    MAX_INTERMEDIATE,
-    MAX_LAYERS,
-    MAX_POSITIONS,
-    MAX_VOCAB,
-    AttentionSettings,
-    Fields,
-    ModelConfig,
-    MoEConfig,
-    read_rope,
-    shown,
-)
+from minirt.modeling import config as known
+from minirt.modeling.config import AttentionSettings, Fields, ModelConfig, MoEConfig, read_rope, shown
 from minirt.modeling.quantization_config import read_quantization
 from minirt.models.foreign_fields import refuse_foreign_fields, refuse_other_names
 from minirt.wording import warn
@@ -35,17 +19,38 @@ FINAL_NORM = "model.norm"  # checkpoint prefix of the norm before the head
 EXPERT_FIELDS = ("num_experts", "num_local_experts")  # two names of one field
 
 
+@dataclass(frozen=True)
+class Window:
+    """What absent fields of sliding windows mean in an architecture.
+
+    Attributes:
+        size: the default of `sliding_window`; None: no window.
+        used: the default of `use_sliding_window`; None: there is no such field, and a window is always used.
+        first: the default of `max_window_layers`, the first layer with a window; None: there is no such field, and all have one.
+        listed: whether `layer_types` decides which layers have a window.
+    """
+
+    size: int | None = None
+    used: bool | None = True
+    first: int | None = None
+    listed: bool = True
+
+
+NO_WINDOW = Window()
+WINDOW_OFF_BY_DEFAULT = Window(4096, used=False, first=28)  # the last layers, if at all
+MOE_WINDOW_OFF_BY_DEFAULT = Window(4096, used=False)
+
+
 def decoder_config(
     fields: Fields, *, model_type: str, classes: Collection[str], max_positions: int, kv_heads: int | None = None,
-    head_dim: int | None = None, attention_bias: bool | None = None, qkv_bias: bool = False, o_bias: bool = False,
-    mlp_bias: bool = False, qk_norm: bool = False, zero_centered_norms: bool = False, attention_gate: str | None = None,
-    tie_word_embeddings: bool = False, theta: float = 10000.0, eps: float = 1e-6, partial_rotary: bool = False,
-    rope_keys: Collection[str] = (), no_rope_layers: Collection[int] = (), moe: MoEConfig | None = None,
-    window: "Window | None" = None, handled: Collection[str] = (),
+    head_dim: int | None = None, attention_bias: bool | None = None, tie_word_embeddings: bool = False, theta: float = 10000.0,
+    eps: float = 1e-6, partial_rotary: bool = False, rope_keys: Collection[str] = (), window: Window | None = NO_WINDOW,
+    **fixed: Any,
 ) -> ModelConfig:  # fmt: skip
     """Read a `ModelConfig`. The sizes are required; other absent fields take the defaults of transformers.
 
-    Fields that would change the model, and that no layer here computes, are refused by name: see `foreign_fields`.
+    Fields that would change the model, and that neither a layer here computes nor the architecture has read before this call, are
+    refused by name: see `foreign_fields`.
 
     Args:
         model_type: `model_type` of config.json, and the name of the file in `models/`.
@@ -54,51 +59,40 @@ def decoder_config(
         kv_heads: default of the field `num_key_value_heads`; None: as many as `num_attention_heads`, as for null.
         head_dim: default of the field `head_dim`; None: `hidden_size // num_attention_heads`, as for null.
         attention_bias: default of the field `attention_bias`, biases of all four projections; None: it is not read.
-        qkv_bias: whether Q, K and V have biases.
-        o_bias: whether the output projection has a bias.
-        mlp_bias: whether the linear layers of the MLP have biases.
-        qk_norm: whether each head of Q and K has an RMSNorm.
-        zero_centered_norms: whether the checkpoint stores the weights of norms minus 1.
-        attention_gate: the projection that has the gate of attention's output, "q_proj" or "gate_proj"; None: no gate.
         tie_word_embeddings: default of the field `tie_word_embeddings`.
         theta: default of the field `rope_theta`.
         eps: default of the field `rms_norm_eps`.
         partial_rotary: whether `partial_rotary_factor` may rotate a part of a head's channels; else a factor below 1 is refused.
         rope_keys: keys of the rope fields that are known besides those of `minirt.modeling.config.ROPE_KEYS`.
-        no_rope_layers: numbers of the layers without rotary embedding.
-        moe: what `moe_config` has read; None: fields of experts are refused.
-        window: what absent fields of a sliding window mean, a `Window`; None: no window.
-        handled: fields of `foreign_fields` that the architecture reads itself; "sliding_window" stands for all fields of windows.
+        window: what absent fields of a sliding window mean; None: the architecture reads these fields itself.
+        fixed: other fields of `ModelConfig`, such as `qkv_bias`, `mlp_bias`, `qk_norm`, `no_rope_layers` and `moe`.
+            `moe_config` reads `moe`; without it, fields of experts are refused.
     """
     refuse_unserved(fields)
-    if moe is None:
+    if fixed.get("moe") is None:
         refuse_experts(fields)
     refuse_other_classes(fields, classes)
     if attention_bias is not None:
-        qkv_bias = o_bias = fields.boolean("attention_bias", default=attention_bias)
-    hidden = fields.integer("hidden_size", maximum=MAX_HIDDEN)
-    heads = fields.integer("num_attention_heads", maximum=MAX_HEADS)
-    kv = fields.integer_or_none("num_key_value_heads", default=kv_heads, maximum=MAX_HEADS) or heads
+        fixed["qkv_bias"] = fixed["o_bias"] = fields.boolean("attention_bias", default=attention_bias)
+    hidden = fields.integer("hidden_size")
+    heads = fields.integer("num_attention_heads")
+    kv = fields.integer_or_none("num_key_value_heads", default=kv_heads) or heads
     if heads % kv:
         what = "the query heads cannot be divided evenly among the key/value heads"
         raise fields.wrong("num_key_value_heads", what, f"a divisor of num_attention_heads ({heads})", found=kv)
-    positions = fields.integer("max_position_embeddings", default=max_positions, maximum=MAX_POSITIONS)
+    positions = fields.integer("max_position_embeddings", default=max_positions)
     head_size = _head_dim(fields, hidden, heads, head_dim)
-    layers = _num_layers(fields)
+    layers = fields.integer("num_hidden_layers")
     config = ModelConfig(
-        model_type=model_type, hidden_size=hidden,
-        intermediate_size=fields.integer("intermediate_size", maximum=MAX_INTERMEDIATE), num_layers=layers, num_heads=heads,
-        num_kv_heads=kv, head_dim=head_size, vocab_size=fields.integer("vocab_size", maximum=MAX_VOCAB),
-        rms_norm_eps=fields.number("rms_norm_eps", default=eps, minimum=1e-20, maximum=0.1),
-        max_position_embeddings=positions,
+        model_type=model_type, hidden_size=hidden, intermediate_size=fields.integer("intermediate_size"), num_layers=layers,
+        num_heads=heads, num_kv_heads=kv, head_dim=head_size, vocab_size=fields.integer("vocab_size"),
+        rms_norm_eps=fields.number("rms_norm_eps", default=eps), max_position_embeddings=positions,
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=tie_word_embeddings),
-        hidden_act=ACTIVATIONS[fields.choice("hidden_act", ACTIVATIONS, default="silu")], qkv_bias=qkv_bias, o_bias=o_bias,
-        mlp_bias=mlp_bias, qk_norm=qk_norm, dtype=_dtype(fields),
-        rope=read_rope(fields, positions, head_size, theta=theta, partial=partial_rotary, keys=rope_keys), moe=moe,
-        sliding_window=None if "sliding_window" in handled else _window(fields, layers, window or Window()),
-        no_rope_layers=frozenset(no_rope_layers), attention_gate=attention_gate, zero_centered_norms=zero_centered_norms,
+        hidden_act=known.ACTIVATIONS[fields.choice("hidden_act", known.ACTIVATIONS, default="silu")], dtype=_dtype(fields),
+        rope=read_rope(fields, positions, head_size, theta=theta, partial=partial_rotary, keys=rope_keys),
+        sliding_window=None if window is None else _window(fields, layers, window), **fixed,
     )  # fmt: skip
-    refuse_foreign_fields(fields, config, handled)
+    refuse_foreign_fields(fields, config)
     refuse_other_names(fields)
     if config.sliding_window is not None and config.sliding_window < config.context_len:
         what = f"sequences of more than {config.sliding_window} tokens are refused, since sliding windows are not supported"
@@ -113,23 +107,17 @@ def moe_config(fields: Fields, *, shared_expert: bool = False, normalize: bool =
 
     The number of experts is `num_experts` or `num_local_experts`, which must agree.
     """
-    given = {name: fields.integer(name, maximum=MAX_EXPERTS) for name in EXPERT_FIELDS if fields.raw.get(name) is not None}
-    experts = _once(fields, given) or fields.integer(EXPERT_FIELDS[0], maximum=MAX_EXPERTS)
-    shared = fields.integer("shared_expert_intermediate_size", maximum=MAX_INTERMEDIATE) if shared_expert else 0
-    dense, count = fields.integers_or_none("mlp_only_layers", minimum=0, maximum=MAX_LAYERS) or (), _num_layers(fields)
+    given = {name: fields.integer(name) for name in EXPERT_FIELDS if fields.raw.get(name) is not None}
+    experts = _once(fields, given) or fields.integer(EXPERT_FIELDS[0])
+    shared = fields.integer("shared_expert_intermediate_size") if shared_expert else 0
+    dense, count = fields.integers_or_none("mlp_only_layers") or (), fields.integer("num_hidden_layers")
     if absent := [number for number in dense if number >= count]:
         what, expected = "the list names a layer that the model does not have", f"numbers from 0 to {count - 1}"
         raise fields.wrong("mlp_only_layers", what, expected, found=absent[0])
     return MoEConfig(
-        num_experts=experts, experts_per_token=fields.integer("num_experts_per_tok", maximum=experts),
-        intermediate_size=fields.integer("moe_intermediate_size", maximum=MAX_INTERMEDIATE), shared_intermediate_size=shared,
-        normalize=fields.boolean("norm_topk_prob", default=normalize),
-        sparse_step=fields.integer("decoder_sparse_step", default=1, maximum=MAX_LAYERS), dense_layers=frozenset(dense),
+        experts, fields.integer("num_experts_per_tok", maximum=experts), fields.integer("moe_intermediate_size"), shared,
+        fields.boolean("norm_topk_prob", default=normalize), fields.integer("decoder_sparse_step", default=1), frozenset(dense),
     )  # fmt: skip
-
-
-def _num_layers(fields: Fields) -> int:
-    return fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
 
 
 def _once(fields: Fields, given: Mapping[str, T]) -> T | None:
@@ -146,21 +134,21 @@ def _dtype(fields: Fields) -> str:
     for name in ("dtype", "torch_dtype"):
         if (value := fields.raw.get(name)) not in (None, "auto"):
             plain = value.removeprefix("torch.") if isinstance(value, str) else value
-            given[name] = fields.over({name: plain}).choice(name, DTYPES)
+            given[name] = fields.over({name: plain}).choice(name, known.DTYPES)
     return _once(fields, given) or "float32"
 
 
 def _head_dim(fields: Fields, hidden: int, heads: int, default: int | None) -> int:
     if default is not None:  # as in transformers, a config class with its own default does not accept null
-        value = fields.integer("head_dim", default=default, maximum=MAX_HEAD_DIM)
+        value = fields.integer("head_dim", default=default)
     else:
-        value = fields.integer_or_none("head_dim", maximum=MAX_HEAD_DIM) or hidden // heads
+        value = fields.integer_or_none("head_dim") or hidden // heads
         if fields.raw.get("head_dim") is None and hidden % heads:
             what = "head_dim is missing, and it does not follow from the other sizes"
             raise fields.wrong("hidden_size", what, f"a multiple of num_attention_heads ({heads})")
-    if value % 2 or value > MAX_HEAD_DIM:
+    if value % 2 or value > known.MAX_HEAD_DIM:
         what = "the head size is not acceptable: rotary embedding rotates pairs of channels"
-        raise fields.wrong("head_dim", what, f"an even number up to {MAX_HEAD_DIM}", found=value)
+        raise fields.wrong("head_dim", what, f"an even number up to {known.MAX_HEAD_DIM}", found=value)
     return value
 
 
@@ -173,7 +161,7 @@ def refuse_unserved(fields: Fields) -> None:
     if not fields.boolean("is_causal", default=True):
         raise fields.unsupported("is_causal", "attention to later tokens is not supported: this is an embedding model", "true")
     name = "dual_chunk_attention_config"
-    if original := fields.nested(name).integer_or_none("original_max_position_embeddings", maximum=MAX_POSITIONS):
+    if original := fields.nested(name).integer_or_none("original_max_position_embeddings"):
         what = f"dual chunk attention is not supported; it improves the output of sequences of more than {original} tokens"
         warn(f"{fields.place(name)}: {what}")
     if "AutoModelForCausalLM" in fields.nested("auto_map").raw:
@@ -201,27 +189,6 @@ def refuse_other_classes(fields: Fields, classes: Collection[str]) -> None:
             raise fields.unsupported("architectures", what, " or ".join(classes), found=shown(name), hint=hint)
 
 
-@dataclass(frozen=True)
-class Window:
-    """What absent fields of sliding windows mean in an architecture.
-
-    Attributes:
-        size: the default of `sliding_window`; None: no window.
-        used: the default of `use_sliding_window`; None: there is no such field, and a window is always used.
-        first: the default of `max_window_layers`, the first layer with a window; None: there is no such field, and all have one.
-        listed: whether `layer_types` decides which layers have a window.
-    """
-
-    size: int | None = None
-    used: bool | None = True
-    first: int | None = None
-    listed: bool = True
-
-
-WINDOW_OFF_BY_DEFAULT = Window(4096, used=False, first=28)  # the last layers, if at all
-MOE_WINDOW_OFF_BY_DEFAULT = Window(4096, used=False)
-
-
 def _window(fields: Fields, num_layers: int, absent: Window) -> int | None:
     """The sliding window of the layers that have one; None: no layer has one.
 
@@ -232,10 +199,10 @@ def _window(fields: Fields, num_layers: int, absent: Window) -> int | None:
     # transformers saves a window that is not used as 0.
     if absent.size is None and fields.raw.get("use_sliding_window") and "sliding_window" not in fields.raw:
         raise fields.missing("sliding_window", "a number of tokens, or null, if use_sliding_window is true")
-    window = fields.integer_or_none("sliding_window", default=absent.size, minimum=0, maximum=MAX_POSITIONS)
+    window = fields.integer_or_none("sliding_window", default=absent.size, minimum=0)
     first = 0
     if absent.first is not None:
-        first = fields.integer("max_window_layers", default=absent.first, minimum=0, maximum=MAX_LAYERS)
+        first = fields.integer("max_window_layers", default=absent.first)
     if kinds is not None and absent.listed:
         if "sliding_attention" not in kinds:
             return None
@@ -244,14 +211,14 @@ def _window(fields: Fields, num_layers: int, absent: Window) -> int | None:
             raise fields.unsupported("layer_types", what, expected, found="sliding_attention")
     elif not used or window is None or first >= num_layers:
         return None
-    return window or fields.integer("sliding_window", maximum=MAX_POSITIONS)  # 0 is refused
+    return window or fields.integer("sliding_window")  # 0 is refused
 
 
-def read_layer_types(fields: Fields, num_layers: int, known: Collection[str], expected: str) -> list[str] | None:
-    """`layer_types`: absent, null, or one of the `known` kinds for each layer. `expected`: for the error."""
+def read_layer_types(fields: Fields, num_layers: int, accepted: Collection[str], expected: str) -> list[str] | None:
+    """`layer_types`: absent, null, or one of the `accepted` kinds for each layer. `expected`: for the error."""
     kinds = fields.strings_or_none("layer_types")
     for kind in kinds or ():
-        if kind not in known:
+        if kind not in accepted:
             raise fields.unsupported("layer_types", "the layer type is not supported", expected, found=shown(kind))
     if kinds is not None:
         fields.check_count("layer_types", kinds, num_layers, "layer")
@@ -263,9 +230,9 @@ def read_no_rope_layers(fields: Fields) -> frozenset[int]:
 
     An absent list means that of every `no_rope_layer_interval` layers the last one has none, as in transformers.
     """
-    count = _num_layers(fields)
-    interval = fields.integer("no_rope_layer_interval", default=4, maximum=MAX_LAYERS)
-    flags = fields.integers_or_none("no_rope_layers", minimum=0, maximum=1)
+    count = fields.integer("num_hidden_layers")
+    interval = fields.integer("no_rope_layer_interval", default=4)
+    flags = fields.integers_or_none("no_rope_layers")
     if flags is None:
         return frozenset(range(interval - 1, count, interval))
     fields.check_count("no_rope_layers", flags, count, "layer")
@@ -275,7 +242,7 @@ def read_no_rope_layers(fields: Fields) -> frozenset[int]:
 def decoder_layers(
     config: ModelConfig, attention: Callable[[int], AttentionSettings] | None = None
 ) -> "list[Layer]":
-    """Embedding, attention and MLP or mixture of experts of each block, head.
+    """Embedding, attention (or gated DeltaNet) and MLP (or mixture of experts) of each block, head.
 
     Weights are named by their checkpoint prefixes, without `.weight`.
 
@@ -284,10 +251,11 @@ def decoder_layers(
     """
     from minirt.layers import Embedding, Head  # imported here because it imports torch
 
-    attention = attention or config.attention
+    attention, linear = attention or config.attention, config.gated_delta_net
     layers: list[Layer] = [Embedding(config, name="embedding", weight="model.embed_tokens")]
     for i in range(config.num_layers):
-        layers += block(config, f"layers.{i}", f"model.layers.{i}", attention(i), mixture=config.is_mixture(i))
+        settings = None if linear is not None and i in linear.layers else attention(i)
+        layers += block(config, f"layers.{i}", f"model.layers.{i}", settings, mixture=config.is_mixture(i))
     layers.append(Head(config, name="head", norm=FINAL_NORM, weight=head_weight(config)))
     return layers
 
@@ -297,27 +265,19 @@ def head_weight(config: ModelConfig) -> str:
     return "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
 
 
-def block(config: ModelConfig, name: str, prefix: str, attention: AttentionSettings, *, mixture: bool) -> "list[Layer]":
-    """The layers of one block: attention, and an MLP or a mixture of experts.
+def block(
+    config: ModelConfig, name: str, prefix: str, attention: AttentionSettings | None, *, mixture: bool
+) -> "list[Layer]":
+    """The layers of one block: attention or gated DeltaNet, and an MLP or a mixture of experts.
 
     Args:
         name: how the names of the layers begin. `prefix`: how those of the checkpoint's tensors begin.
+        attention: None: gated DeltaNet.
     """
-    from minirt.layers import MLP, Attention, MoE
+    from minirt.layers import MLP, Attention, GatedDeltaNet, MoE
 
-    inner, norm, mlp = f"{prefix}.self_attn", f"{prefix}.post_attention_layernorm", f"{prefix}.mlp"
-    mixer = Attention(
-        config, name=f"{name}.attention", norm=f"{prefix}.input_layernorm", settings=attention,
-        q=f"{inner}.q_proj", k=f"{inner}.k_proj", v=f"{inner}.v_proj", o=f"{inner}.o_proj",
-        q_norm=f"{inner}.q_norm" if config.qk_norm else None, k_norm=f"{inner}.k_norm" if config.qk_norm else None,
-        gate=f"{inner}.gate_proj" if config.attention_gate == "gate_proj" else None,
-    )  # fmt: skip
-    if mixture and config.moe is not None:
-        shared = f"{mlp}.shared_expert" if config.moe.shared_intermediate_size else None
-        return [mixer, MoE(
-            config, name=f"{name}.moe", norm=norm, router=f"{mlp}.gate", experts=f"{mlp}.experts", shared=shared,
-            shared_gate=shared and f"{shared}_gate",
-        )]  # fmt: skip
-    return [mixer, MLP(
-        config, name=f"{name}.mlp", norm=norm, gate=f"{mlp}.gate_proj", up=f"{mlp}.up_proj", down=f"{mlp}.down_proj"
-    )]  # fmt: skip
+    norm, kind = f"{prefix}.input_layernorm", MoE if mixture else MLP
+    mlp = kind(config, name=f"{name}.{kind.kind}", norm=f"{prefix}.post_attention_layernorm", prefix=f"{prefix}.mlp")
+    if attention is None:
+        return [GatedDeltaNet(config, name=f"{name}.gated_delta_net", norm=norm, prefix=f"{prefix}.linear_attn"), mlp]
+    return [Attention(config, name=f"{name}.attention", norm=norm, prefix=f"{prefix}.self_attn", settings=attention), mlp]

@@ -1,9 +1,7 @@
 """Llama 2 and 3, SmolLM2 and all other models with `"model_type": "llama"`."""
 
 from minirt.modeling.config import Fields, ModelConfig
-from minirt.models.decoder import decoder_config, decoder_layers
-
-layers = decoder_layers
+from minirt.models.decoder import decoder_config
 
 
 def config(fields: Fields) -> ModelConfig:

@@ -1,9 +1,7 @@
 """Ministral 3 (3B, 8B, 14B) and Devstral 2: Mistral with yarn, and with queries scaled by their position."""
 
 from minirt.modeling.config import Fields, ModelConfig
-from minirt.models.decoder import Window, decoder_config, decoder_layers
-
-layers = decoder_layers
+from minirt.models.decoder import Window, decoder_config
 
 
 def config(fields: Fields) -> ModelConfig:

@@ -1,9 +1,7 @@
 """Mistral 7B, Nemo and Small: Llama without biases. Version 0.1, with its sliding window, runs up to the window's length."""
 
 from minirt.modeling.config import Fields, ModelConfig
-from minirt.models.decoder import Window, decoder_config, decoder_layers
-
-layers = decoder_layers
+from minirt.models.decoder import Window, decoder_config
 
 
 def config(fields: Fields) -> ModelConfig:

@@ -1,20 +1,16 @@
 """Mistral 3: Ministral 3 or Mistral Small 3.1 in a model with a vision encoder. Computes text only."""
 
+from functools import partial
+
 from minirt.modeling.config import Fields, ModelConfig
 from minirt.models import ministral3, mistral
-from minirt.models.decoder import decoder_layers
-from minirt.models.vision import text_config, text_fields
+from minirt.models.vision import text_fields
 
+CLASSES = ("Mistral3ForConditionalGeneration",)
 DECODERS = {"ministral3": ministral3, "mistral": mistral}
-layers = decoder_layers
+decoder_fields = partial(text_fields, tied=True)  # the head is tied unless the file says otherwise
 
 
 def config(fields: Fields) -> ModelConfig:
-    """The decoder's architecture is the `model_type` of `text_config`. The head is tied unless the file says otherwise."""
-    text = decoder_fields(fields)
-    decoder = DECODERS[text.choice("model_type", DECODERS, default="mistral")]
-    return text_config(fields, text, ("Mistral3ForConditionalGeneration",), decoder.config)
-
-
-def decoder_fields(fields: Fields) -> Fields:
-    return text_fields(fields, tied=True)
+    """The decoder's architecture is the `model_type` of `text_config`."""
+    return DECODERS[fields.choice("model_type", DECODERS, default="mistral")].config(fields)

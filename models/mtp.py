@@ -1,26 +1,25 @@
 """Multi-token prediction in the format of Qwen3.5: a block that drafts tokens from the hidden states of the decoder (`mtp.*`)."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from minirt.errors import UnsupportedError
-from minirt.modeling.config import MAX_INTERMEDIATE, MAX_LAYERS, Fields, ModelConfig, MTPConfig
-from minirt.models.decoder import FINAL_NORM, block, head_weight
+from minirt.modeling.config import Fields, ModelConfig, MTPConfig
+from minirt.models.decoder import FINAL_NORM, block, decoder_layers, head_weight
 
 if TYPE_CHECKING:
     from minirt.layers import Layer
 
 
 def read_mtp(fields: Fields) -> MTPConfig:
-    """What config.json says of it. What is not supported is refused only if drafts are asked for (`with_mtp`)."""
-    count = fields.integer_or_none("mtp_num_hidden_layers", minimum=0, maximum=MAX_LAYERS)
-    intermediate = fields.integer_or_none("mtp_intermediate_size", maximum=MAX_INTERMEDIATE)
+    """What config.json says of it. What is not supported is refused only if drafts are asked for (`draft_layers`)."""
+    count = fields.integer_or_none("mtp_num_hidden_layers")
+    intermediate = fields.integer_or_none("mtp_intermediate_size")
     return MTPConfig(count, fields.boolean("mtp_use_dedicated_embeddings", default=False), intermediate)
 
 
-def with_mtp(config: ModelConfig, decoder: "Sequence[Layer]", rows: int | None) -> "tuple[list[Layer], list[Layer]]":
-    """The layers of a decoder with a `Tap` of the states after the final norm, and those of its draft model.
+def draft_layers(config: ModelConfig, rows: int | None) -> "tuple[list[Layer], list[Layer]]":
+    """`decoder_layers` with a `Tap` of the states after the final norm, and the layers of the draft model.
 
     Args:
         rows: how many ids the drafts may have; None: those of the whole vocabulary.
@@ -40,7 +39,7 @@ def with_mtp(config: ModelConfig, decoder: "Sequence[Layer]", rows: int | None) 
     if mtp.own_embeddings:
         what = "multi-token prediction with embeddings of its own is not supported"
         raise UnsupportedError(what, where="mtp_use_dedicated_embeddings", expected="false", found="true")
-    *before, head = decoder
+    *before, head = decoder_layers(config)
     mixture = config.moe is not None  # also where some layers of the decoder have a dense MLP
     if mixture and mtp.intermediate_size is not None:
         what = "an MLP of its own size is not supported beside mixtures of experts"

@@ -3,28 +3,15 @@
 A file may state layers of multi-token prediction, with the fields and tensors of Qwen3.5: the embedded model has such layers.
 """
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
-
 from minirt.modeling.config import Fields, ModelConfig
-from minirt.models.decoder import WINDOW_OFF_BY_DEFAULT, decoder_config, decoder_layers
-from minirt.models.mtp import read_mtp, with_mtp
-
-if TYPE_CHECKING:
-    from minirt.layers import Layer
-
-layers = decoder_layers
+from minirt.models.decoder import WINDOW_OFF_BY_DEFAULT, decoder_config
+from minirt.models.mtp import draft_layers as draft_layers
+from minirt.models.mtp import read_mtp
 
 
 def config(fields: Fields) -> ModelConfig:
     """The file has no setting for biases: q, k and v always have one, the output projection never."""
-    decoder = decoder_config(
+    return decoder_config(
         fields, model_type="qwen2", classes=("Qwen2ForCausalLM",), max_positions=32768, kv_heads=32, qkv_bias=True,
-        window=WINDOW_OFF_BY_DEFAULT,
+        window=WINDOW_OFF_BY_DEFAULT, mtp=None if fields.raw.get("mtp_num_hidden_layers") is None else read_mtp(fields),
     )  # fmt: skip
-    return decoder if fields.raw.get("mtp_num_hidden_layers") is None else replace(decoder, mtp=read_mtp(fields))
-
-
-def draft_layers(config: ModelConfig, rows: int | None) -> "tuple[list[Layer], list[Layer]]":
-    """`layers` with a `Tap`, and the layers of multi-token prediction. `rows`: see `with_mtp`."""
-    return with_mtp(config, decoder_layers(config), rows)

@@ -1,9 +1,7 @@
 """Qwen2-MoE and Qwen1.5-MoE: Qwen2 with a mixture of experts, and an expert that every token uses, instead of the MLP."""
 
 from minirt.modeling.config import Fields, ModelConfig
-from minirt.models.decoder import MOE_WINDOW_OFF_BY_DEFAULT, decoder_config, decoder_layers, moe_config
-
-layers = decoder_layers
+from minirt.models.decoder import MOE_WINDOW_OFF_BY_DEFAULT, decoder_config, moe_config
 
 
 def config(fields: Fields) -> ModelConfig:

@@ -1,9 +1,7 @@
 """Qwen3 (dense): Llama with an RMSNorm on every query and key head, and a head_dim independent of the hidden size."""
 
 from minirt.modeling.config import Fields, ModelConfig
-from minirt.models.decoder import WINDOW_OFF_BY_DEFAULT, decoder_config, decoder_layers
-
-layers = decoder_layers
+from minirt.models.decoder import WINDOW_OFF_BY_DEFAULT, decoder_config
 
 
 def config(fields: Fields) -> ModelConfig:

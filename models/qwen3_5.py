@@ -6,31 +6,15 @@ Official files are those of a model that also sees images (`Qwen3_5ForConditiona
 """
 
 from collections.abc import Collection
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
 
-from minirt.modeling.config import (
-    MAX_HEAD_DIM,
-    MAX_HEADS,
-    MAX_LAYERS,
-    MROPE_KEYS,
-    Fields,
-    GatedDeltaNetConfig,
-    ModelConfig,
-    MoEConfig,
-)
-from minirt.models.decoder import decoder_config, decoder_layers, read_layer_types
-from minirt.models.mtp import read_mtp, with_mtp
-from minirt.models.vision import text_config, text_fields
-
-if TYPE_CHECKING:
-    from minirt.layers import Layer
+from minirt.modeling.config import MROPE_KEYS, Fields, GatedDeltaNetConfig, ModelConfig, MoEConfig
+from minirt.models.decoder import decoder_config, read_layer_types
+from minirt.models.mtp import draft_layers as draft_layers
+from minirt.models.mtp import read_mtp
+from minirt.models.vision import text_fields
 
 _KINDS = ("linear_attention", "full_attention")
-_HANDLED = (
-    "sliding_window", "attn_output_gate", "full_attention_interval", "linear_num_key_heads", "linear_num_value_heads",
-    "linear_conv_kernel_dim",
-)  # fmt: skip
 # Fields that have one value in every file, and the only one that is computed.
 _ONLY = {
     "attn_output_gate": True, "linear_conv_kernel_dim": 4, "hidden_act": "silu", "mamba_ssm_dtype": "float32",
@@ -38,14 +22,12 @@ _ONLY = {
 }  # fmt: skip
 
 
+CLASSES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")
+decoder_fields = partial(text_fields, flat=True)  # the decoder alone is `qwen3_5_text`
+
+
 def config(fields: Fields) -> ModelConfig:
-    """The config of the decoder, alone (`qwen3_5_text`) or in `text_config`."""
-    classes = "Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"
-    return text_config(fields, decoder_fields(fields), classes, lambda text: hybrid_config(text, model_type="qwen3_5"))
-
-
-def decoder_fields(fields: Fields) -> Fields:
-    return text_fields(fields, flat=True)
+    return hybrid_config(fields, model_type="qwen3_5")
 
 
 def hybrid_config(
@@ -60,47 +42,23 @@ def hybrid_config(
         fields = fields.over({**fields.raw, "partial_rotary_factor": 0.25})
     for name, value in _ONLY.items():
         fields.only(name, value, what="the value is not supported")
-    config = decoder_config(
+    gated_delta_net = _gated_delta_net(fields, fields.integer("num_hidden_layers"), grouped)
+    return decoder_config(
         fields, model_type=model_type, classes=classes, max_positions=32768, kv_heads=4, head_dim=256, attention_bias=False,
         qk_norm=True, zero_centered_norms=True, attention_gate="q_proj", partial_rotary=True, rope_keys=MROPE_KEYS, moe=moe,
-        handled=_HANDLED,
+        window=None, gated_delta_net=gated_delta_net, mtp=read_mtp(fields),
     )  # fmt: skip
-    return replace(config, gated_delta_net=_gated_delta_net(fields, config.num_layers, grouped), mtp=read_mtp(fields))
-
-
-def layers(config: ModelConfig) -> "list[Layer]":
-    """`decoder_layers`, with gated DeltaNet in place of the attention of its layers."""
-    from minirt.layers import Attention, GatedDeltaNet  # imported here because it imports torch
-
-    layers, linear = decoder_layers(config), config.gated_delta_net
-    places = [place for place, layer in enumerate(layers) if isinstance(layer, Attention)]
-    for number, place in enumerate(places):
-        if linear is not None and number in linear.layers:
-            layers[place] = GatedDeltaNet(
-                config, name=f"layers.{number}.gated_delta_net", norm=f"model.layers.{number}.input_layernorm",
-                prefix=f"model.layers.{number}.linear_attn", num_k_heads=linear.num_k_heads, num_v_heads=linear.num_v_heads,
-                head_k_dim=linear.head_k_dim, head_v_dim=linear.head_v_dim, grouped=linear.grouped,
-            )  # fmt: skip
-    return layers
-
-
-def draft_layers(config: ModelConfig, rows: int | None) -> "tuple[list[Layer], list[Layer]]":
-    """`layers` with a `Tap`, and the layers of multi-token prediction. `rows`: see `with_mtp`."""
-    return with_mtp(config, layers(config), rows)
 
 
 def _gated_delta_net(fields: Fields, num_layers: int, grouped: bool) -> GatedDeltaNetConfig:
     kinds = read_layer_types(fields, num_layers, _KINDS, " or ".join(_KINDS))
-    if kinds is None:
-        interval = fields.integer("full_attention_interval", default=4, maximum=MAX_LAYERS)
-        kinds = [_KINDS[(i + 1) % interval == 0] for i in range(num_layers)]
-    keys = fields.integer("linear_num_key_heads", default=16, maximum=MAX_HEADS)
-    values = fields.integer("linear_num_value_heads", default=32, maximum=MAX_HEADS)
+    interval = fields.integer_or_none("full_attention_interval", default=4) or 4
+    kinds = kinds or [_KINDS[(i + 1) % interval == 0] for i in range(num_layers)]
+    keys = fields.integer("linear_num_key_heads", default=16)
+    values = fields.integer("linear_num_value_heads", default=32)
     if values % keys:
         what = "the value heads cannot be divided evenly among the key heads"
         raise fields.wrong("linear_num_value_heads", what, f"a multiple of linear_num_key_heads ({keys})", found=values)
-    key_dim, value_dim = (
-        fields.integer(f"linear_{what}_head_dim", default=128, maximum=MAX_HEAD_DIM) for what in ("key", "value")
-    )
+    key_dim, value_dim = (fields.integer(f"linear_{what}_head_dim", default=128) for what in ("key", "value"))
     linear = frozenset(i for i, kind in enumerate(kinds) if kind == _KINDS[0])
     return GatedDeltaNetConfig(keys, values, key_dim, value_dim, linear, grouped)

@@ -8,20 +8,13 @@ from minirt.models.decoder import moe_config
 from minirt.models.qwen3_5 import decoder_fields as decoder_fields
 from minirt.models.qwen3_5 import draft_layers as draft_layers
 from minirt.models.qwen3_5 import hybrid_config
-from minirt.models.qwen3_5 import layers as layers
-from minirt.models.vision import text_config
 
 # Fields of other mixtures, with the only value that is computed: every layer is a mixture, and weights are normalized.
 _ONLY = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+CLASSES = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
 
 
 def config(fields: Fields) -> ModelConfig:
-    """The config of the decoder, alone (`qwen3_5_moe_text`) or in `text_config`."""
-    classes = "Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"
-    return text_config(fields, decoder_fields(fields), classes, _decoder)
-
-
-def _decoder(fields: Fields) -> ModelConfig:
     """No layer has a dense MLP, so files have no `intermediate_size`."""
     for name, value in _ONLY.items():
         fields.only(name, value, what="every layer of this architecture is a mixture whose weights are normalized")

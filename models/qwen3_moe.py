@@ -1,9 +1,7 @@
 """Qwen3-MoE (30B-A3B, 235B-A22B, Coder): Qwen3 with a mixture of experts instead of the MLP in all or some layers."""
 
 from minirt.modeling.config import Fields, ModelConfig
-from minirt.models.decoder import MOE_WINDOW_OFF_BY_DEFAULT, decoder_config, decoder_layers, moe_config
-
-layers = decoder_layers
+from minirt.models.decoder import MOE_WINDOW_OFF_BY_DEFAULT, decoder_config, moe_config
 
 
 def config(fields: Fields) -> ModelConfig:

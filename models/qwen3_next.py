@@ -4,7 +4,6 @@ from minirt.modeling.config import Fields, ModelConfig
 from minirt.models.decoder import moe_config
 from minirt.models.qwen3_5 import draft_layers as draft_layers
 from minirt.models.qwen3_5 import hybrid_config
-from minirt.models.qwen3_5 import layers as layers
 
 
 def config(fields: Fields) -> ModelConfig:

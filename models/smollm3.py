@@ -1,9 +1,7 @@
 """SmolLM3: Llama, with some layers without rotary embedding."""
 
 from minirt.modeling.config import Fields, ModelConfig
-from minirt.models.decoder import Window, decoder_config, decoder_layers, read_no_rope_layers
-
-layers = decoder_layers
+from minirt.models.decoder import Window, decoder_config, read_no_rope_layers
 
 
 def config(fields: Fields) -> ModelConfig:
@@ -12,5 +10,4 @@ def config(fields: Fields) -> ModelConfig:
         fields, model_type="smollm3", classes=("SmolLM3ForCausalLM",), max_positions=32768, kv_heads=4, theta=2e6,
         attention_bias=False, mlp_bias=fields.boolean("mlp_bias", default=False), tie_word_embeddings=True,
         no_rope_layers=read_no_rope_layers(fields), window=Window(used=False),
-        handled=("no_rope_layers", "no_rope_layer_interval"),
     )  # fmt: skip

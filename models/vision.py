@@ -3,7 +3,7 @@
 The tensors of the vision encoder are not loaded, and a warning says so (`minirt.loading.checkpoint`).
 """
 
-from collections.abc import Callable, Collection
+from types import ModuleType
 from typing import Any
 
 from minirt.modeling.config import Fields, ModelConfig, shown
@@ -47,14 +47,15 @@ def text_fields(fields: Fields, *, tied: bool = False, flat: bool = False) -> Fi
     return Fields(raw, fields.file, "text_config.", frozenset(taken), fields.read)
 
 
-def text_config(
-    fields: Fields, text: Fields, classes: Collection[str], decoder: Callable[[Fields], ModelConfig]
-) -> ModelConfig:
-    """The config of the decoder. `fields`: those of the top level, `text`: from `text_fields`."""
-    refuse_other_classes(fields, classes)
+def text_config(fields: Fields, text: Fields, module: ModuleType) -> ModelConfig:
+    """The config of the decoder. `fields`: those of the top level, `text`: from `text_fields`.
+
+    `module`: the architecture, with the names in CLASSES that `architectures` may have, and the `config` of the decoder.
+    """
+    refuse_other_classes(fields, module.CLASSES)
     if text is fields:
         wrapper = ("architectures", "text_config")
-        return decoder(fields.over({name: value for name, value in fields.raw.items() if name not in wrapper}))
-    parsed = decoder(text)
-    refuse_foreign_fields(fields, parsed, ("text_config",))
+        return module.config(fields.over({name: value for name, value in fields.raw.items() if name not in wrapper}))
+    parsed: ModelConfig = module.config(text)
+    refuse_foreign_fields(fields, parsed)
     return parsed

@@ -92,8 +92,9 @@ def test_the_wheel_holds_the_runtime_and_nothing_else(wheel, content):
         metadata = next(name for name in names if name.endswith(".dist-info/METADATA"))
         described = archive.read(metadata).decode()
     embedded = {f"minirt/models/embedded/{path.name}" for path in (ROOT / "models" / "embedded").iterdir()}
+    tables = {f"minirt/models/{path.name}" for path in (ROOT / "models").glob("*.json")}
     others = {"minirt/py.typed", "minirt/server/page.html", "minirt/bench/compare/default_text.txt"}
-    assert content == source_files() | embedded | others
+    assert content == source_files() | embedded | tables | others
     assert wheel.stat().st_size <= 28_000_000
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert "License-Expression: Apache-2.0" in described

@@ -22,7 +22,7 @@ from minirt.bench.compare.timing import LayerTime
 from minirt.device import on_device
 from minirt.errors import ContextLengthError, InputError, UnsupportedError
 from minirt.kernels.attention.limits import KV_SPLIT
-from minirt.layers import Forward, has_implementation, implementation
+from minirt.layers.base import Forward, has_implementation, implementation
 from minirt.modeling.formats import FP8
 from minirt.modeling.model import Model, some_names
 

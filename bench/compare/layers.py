@@ -19,7 +19,7 @@ from minirt.bench.compare.truth import exact, settled
 from minirt.bench.flops import attention_flops
 from minirt.bench.read_bytes import layer_read_bytes
 from minirt.device import on_device
-from minirt.layers import BUILT_IN, Forward, Layer, implementation
+from minirt.layers.base import BUILT_IN, Forward, Layer, implementation
 from minirt.modeling.formats import FP8
 from minirt.modeling.model import Model
 from minirt.step.batch import Batch, Chunk

@@ -134,8 +134,6 @@ def linear_shapes(model: "Model") -> "list[LinearShape]":
     for layer in model.unique_layers():
         of_layer = list[LinearShape]()
         for linear, gated, residual, logits, experts in layer.linear_ops():
-            if linear.no_triton is not None:
-                continue
             rows = linear.out_features // (experts[0] if experts else 1) // (2 if gated else 1)
             stored = linear.format
             int4, fp8 = stored is not None and stored.name == "int4", stored is not None and stored.name != "int4"

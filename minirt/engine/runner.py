@@ -172,13 +172,13 @@ class Runner:
     ) -> None:  # fmt: skip
         self._model, self._cache, self._device, self._vocab_size, self._limits = model, cache, device, vocab_size, limits
         self._cuda, self._proposer, self._adapts = device.type == "cuda", proposer, adaptive_drafts
-        self.waits = not self._cuda or (limits.max_drafts > 0 and isinstance(model, Model) and model.has_eager_layers)
+        self.waits = not self._cuda or (limits.max_drafts > 0 and isinstance(model, Model) and model.uses("eager"))
         self._inference, self._on_device = torch.inference_mode(), on_device(device)  # to be entered by each step
         self._graphs: CudaGraphs | None = None
         self.buckets: Buckets | None = None  # of the CUDA graphs
         seqs, tokens, tiles, rows = limits.max_num_seqs, limits.max_num_batched_tokens, 0, 0
         draws = limits.max_logits_rows if limits.max_drafts else seqs
-        if isinstance(model, Model) and model.uses_triton:  # buckets import Triton, which other layers do not need
+        if isinstance(model, Model) and model.uses("triton"):  # buckets import Triton, which other layers do not need
             model.reserve_splits(max_splits(batch_bucket(seqs), limits.max_model_len, cache.capacity))
             if cuda_graphs:
                 flops = [layer.flops(1) for layer in model.layers if layer.residual]

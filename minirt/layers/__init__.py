@@ -1,17 +1,7 @@
 """The layers that decoder models are made of, and the registry of their implementations."""
 
 from minirt.layers.attention import Attention
-from minirt.layers.base import (
-    BUILT_IN,
-    Forward,
-    Implementation,
-    Layer,
-    LayerContext,
-    LinearOp,
-    has_implementation,
-    implementation,
-    register,
-)
+from minirt.layers.base import Forward, Implementation, Layer, LayerContext, LinearOp, implementation, register
 from minirt.layers.draft_input import DraftInput
 from minirt.layers.embedding import Embedding
 from minirt.layers.gated_delta_net import GatedDeltaNet
@@ -22,6 +12,6 @@ from minirt.layers.select import Select
 from minirt.layers.tap import Tap
 
 __all__ = [
-    "BUILT_IN", "MLP", "Attention", "DraftInput", "Embedding", "Forward", "GatedDeltaNet", "Head", "Implementation", "Layer",
-    "LayerContext", "LinearOp", "MoE", "Select", "Tap", "has_implementation", "implementation", "register",
+    "MLP", "Attention", "DraftInput", "Embedding", "Forward", "GatedDeltaNet", "Head", "Implementation", "Layer",
+    "LayerContext", "LinearOp", "MoE", "Select", "Tap", "implementation", "register",
 ]  # fmt: skip

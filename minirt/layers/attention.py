@@ -1,5 +1,7 @@
 """`Attention`: the residual layer of grouped-query attention over the paged KV cache."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -8,7 +10,7 @@ from minirt.errors import ConfigError
 from minirt.kernels import reference
 from minirt.kernels.attention.limits import HEAD_DIMS, MAX_GROUP
 from minirt.kernels.attention.operands import AttentionInput, Rope, Scores, Sequences
-from minirt.layers.base import Forward, Layer, LinearOp, register, triton_unsupported
+from minirt.layers.base import Forward, Layer, LinearOp, checkpoint_names, register, triton_unsupported
 from minirt.modeling.config import AttentionSettings, ModelConfig, RopeConfig
 from minirt.modeling.formats import FP8
 from minirt.modeling.parameters import Interleaved, NormWeight, PackedLinear, Part
@@ -23,8 +25,10 @@ class Attention(Layer):
     et al. 2025. Q, K and V are packed in one matrix, in this order. What of this a layer has, `settings` say.
 
     Args:
-        settings: what this layer computes; None: `config.attention()`. `decoder_layers` gives each layer its own.
-        gate: checkpoint name of the gate's linear, if the settings say "gate_proj".
+        norm: checkpoint name of the norm of the layer's input.
+        prefix: checkpoint prefix of the parts `q_proj`, `k_proj`, `v_proj`, `o_proj` and, if `settings` have them, `q_norm`,
+            `k_norm` and `gate_proj`. `names`: the names of parts that a checkpoint calls differently ({"o_proj": "dense"}).
+        settings: what this layer computes; None: `config.attention()`. `decoder_layers` gives each layer its settings.
         post_norm: checkpoint name of a norm of what is added to x (a sandwich norm); None: there is none.
         post_norm_eps: its eps; None: that of the config.
     """
@@ -33,29 +37,28 @@ class Attention(Layer):
     kernel_tables = ("attention.dispatch", "attention.rope_write")
 
     def __init__(
-        self, config: ModelConfig, *, name: str, norm: str, q: str, k: str, v: str, o: str, q_norm: str | None = None,
-        k_norm: str | None = None, gate: str | None = None, post_norm: str | None = None, post_norm_eps: float | None = None,
-        settings: AttentionSettings | None = None,
+        self, config: ModelConfig, *, name: str, norm: str, prefix: str, settings: AttentionSettings | None = None,
+        post_norm: str | None = None, post_norm_eps: float | None = None, names: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(config, name)
         self.settings = settings = settings or config.attention()
-        weighted = settings.qk_norm == "weighted"
-        if weighted != (q_norm is not None) or weighted != (k_norm is not None):
-            raise ConfigError("q_norm and k_norm must be given if the model has QK-norm with weights, and only then", where=name)
-        if (settings.gate == "gate_proj") != (gate is not None):
-            raise ConfigError('gate must be given if the gate is "gate_proj", and only then', where=name)
         h, d, centered = config.hidden_size, settings.head_dim, config.zero_centered_norms
         q_rows, kv_rows = settings.num_heads * d, settings.num_kv_heads * d
+        q, k, v, o, gate, q_norm, k_norm = checkpoint_names(
+            prefix, "q_proj k_proj v_proj o_proj gate_proj q_norm k_norm", names
+        )
         self.cache_spec = PagesSpec(settings.num_kv_heads, d)
         self.norm = NormWeight(norm, h, centered)
         of_q, of_gate = (Interleaved((d, d), i) if settings.gate == "q_proj" else None for i in range(2))
         self.qkv = PackedLinear([Part(q, q_rows, of_q), Part(k, kv_rows), Part(v, kv_rows)], h, settings.qkv_bias)
         self.gate: PackedLinear | None = None
         if settings.gate is not None:
-            self.gate = PackedLinear([Part(gate or q, q_rows, of_gate)], h, settings.qkv_bias and of_gate is not None)
+            part = Part(gate if of_gate is None else q, q_rows, of_gate)
+            self.gate = PackedLinear([part], h, settings.qkv_bias and of_gate is not None)
         self.o = PackedLinear([Part(o, h)], q_rows, settings.o_bias)
-        self.q_norm = NormWeight(q_norm, d, centered) if q_norm else None
-        self.k_norm = NormWeight(k_norm, d, centered) if k_norm else None
+        self.q_norm, self.k_norm = (
+            NormWeight(norm, d, centered) if settings.qk_norm == "weighted" else None for norm in (q_norm, k_norm)
+        )
         self.post_norm = NormWeight(post_norm, h, centered) if post_norm else None
         self.post_norm_eps = config.rms_norm_eps if post_norm_eps is None else post_norm_eps
 

@@ -7,7 +7,7 @@ fixes *what* it computes; an implementation is *how*: a factory that takes the l
 """
 
 import re
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -112,7 +112,7 @@ class Layer:
     own `kind`, and implementations registered for it.
 
     Attributes:
-        kind: the name for which implementations are registered.
+        kind: the name for which implementations are registered, and the default of the layer's own name.
         cache_spec: what the layer keeps between steps, and gets as `kv`; None: nothing. Only layers with a cache spec may use
             other tokens than a row's own, so `Select` comes after the last of them.
         residual: whether it adds to the residual stream.
@@ -132,8 +132,8 @@ class Layer:
     cache_spec: CacheSpec | None = None
     needs_every_row: bool = False
 
-    def __init__(self, config: ModelConfig, name: str) -> None:
-        self.config, self.name = config, name
+    def __init__(self, config: ModelConfig, name: str = "") -> None:
+        self.config, self.name = config, name or self.kind
         self._forward: Forward | None = None
         self.implementation: str | None = None  # the name of the bound implementation
         self.context = LayerContext(0, torch.device("meta"))
@@ -313,14 +313,16 @@ def has_implementation(kind: str, name: str) -> bool:
     return (kind, name) in _REGISTRY
 
 
+def checkpoint_names(prefix: str, parts: str, names: Mapping[str, str] | None = None) -> list[str]:
+    """The checkpoint names of a layer's `parts`. `names`: those that differ from the parts' own."""
+    return [f"{prefix}.{(names or {}).get(part, part)}" for part in parts.split()]
+
+
 def triton_unsupported(layer: Layer, device: torch.device) -> str | None:
     """The reason why no Triton implementation can run on `device`, or None. With Triton's interpreter, a CPU can."""
     absent = not isinstance(device, torch.device)  # then neither Triton nor the environment here say anything about it
     if not absent and not triton_installed():
         return "Triton is not installed (pip install triton)"
-    for parameter in layer.parameters():
-        if parameter.no_triton is not None:
-            return parameter.no_triton
     on_gpu = device.type == "cuda"
     if not absent and interpreting():
         return interpreter_unsupported(str(layer.context.dtype).removeprefix("torch."), on_gpu)

@@ -1,46 +1,38 @@
 """`DraftInput`: the first layer of a draft model that continues from the target's hidden states (multi-token prediction)."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from minirt.errors import ConfigError
 from minirt.kernels import reference
-from minirt.layers.base import Forward, Layer, LinearOp, register, triton_unsupported
+from minirt.layers.base import Forward, LinearOp, register, triton_unsupported
+from minirt.layers.embedding import Embedding
 from minirt.modeling.config import ModelConfig
-from minirt.modeling.parameters import NormWeight, PackedLinear, Parameter, Part
+from minirt.modeling.parameters import NormWeight, PackedLinear, Part
 from minirt.step.batch import Batch
-from minirt.step.kv_cache import LayerKV
 
 
-class DraftInput(Layer):
+class DraftInput(Embedding):
     """fc([norm_embedding(embedding(input_ids)) | norm_hidden(hidden)]): [T] ids and `batch.hidden` [T, H] → [T, H].
 
     Row p has the token at position p + 1 and the target's hidden state at position p, as in DeepSeek-V3 (2024) and Qwen3.5. The
-    embedding is the target's. `fc` is never quantized.
+    embedding is the target's. `fc` is never quantized, as in checkpoints with FP8 weights.
 
     Args:
         embedding, norm_embedding, norm_hidden, fc: checkpoint names.
     """
 
     kind = "draft_input"
-    residual, reads_tokens = False, True
 
     def __init__(
         self, config: ModelConfig, *, name: str, norm_embedding: str, norm_hidden: str, fc: str,
         embedding: str = "model.embed_tokens",
     ) -> None:  # fmt: skip
-        super().__init__(config, name)
+        super().__init__(config, name=name, weight=embedding)
         h, centered = config.hidden_size, config.zero_centered_norms
-        self.table = PackedLinear([Part(embedding, config.vocab_size)], h)
         self.norm_embedding = NormWeight(norm_embedding, h, centered)
         self.norm_hidden = NormWeight(norm_hidden, h, centered)
-        self.fc = PackedLinear([Part(fc, h)], 2 * h)
-
-    def quantizable(self) -> Iterator[Parameter]:
-        """Yields nothing: the table is looked up, and checkpoints with FP8 weights keep `fc` in 16 bits."""
-        return iter(())
+        self.fc = PackedLinear([Part(fc, h)], 2 * h, quantizable=False)
 
     def linear_ops(self) -> tuple[LinearOp, ...]:
         return (LinearOp(self.fc),)
@@ -51,9 +43,6 @@ class DraftInput(Layer):
     @property
     def activation_values(self) -> int:
         return 3 * self.config.hidden_size
-
-    def returns(self, x: Tensor, batch: Batch) -> tuple[tuple[int, ...], torch.dtype]:
-        return (batch.num_tokens, self.config.hidden_size), self.table.weight.dtype
 
     def require(self, hidden: Tensor | None) -> Tensor:
         if hidden is None:
@@ -66,7 +55,7 @@ def eager(layer: DraftInput) -> Forward:
     eps, table, fc = layer.config.rms_norm_eps, layer.table, layer.fc
     norm_embedding, norm_hidden = layer.norm_embedding, layer.norm_hidden
 
-    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+    def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
         hidden = layer.require(batch.hidden)
         token = reference.embedding(batch.input_ids, table.weight)
         token, hidden = reference.rms_norm(token, norm_embedding.weight, eps), reference.rms_norm(hidden, norm_hidden.weight, eps)
@@ -85,7 +74,7 @@ def triton(layer: DraftInput) -> Forward:
     workspace, pdl = context.workspace, context.pdl
     norm_embedding, norm_hidden = layer.norm_embedding, layer.norm_hidden
 
-    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+    def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
         hidden = layer.require(batch.hidden)
         both = draft_input(batch.input_ids, table.weight, hidden, norm_embedding.weight, norm_hidden.weight, eps, check=False)
         return norm_linear(both, None, 0.0, fc.weight, workspace=workspace, pdl=pdl, check=False)

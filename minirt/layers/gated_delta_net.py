@@ -24,40 +24,38 @@ class GatedDeltaNet(Layer):
     head, and gated by SiLU of z. in_proj_b, in_proj_a, the convolution and the norms are never quantized.
 
     Args:
-        num_k_heads, num_v_heads: Hk and Hv; head_k_dim, head_v_dim: their channels Dk and Dv.
         norm: checkpoint name of the norm of the layer's input. The others are below `prefix` (`….linear_attn`).
-        grouped: see `GatedDeltaNetConfig`.
     """
 
     kind = "gated_delta_net"
     kernel_tables = ("gated_delta.dispatch",)
 
-    def __init__(
-        self, config: ModelConfig, *, name: str, norm: str, prefix: str, num_k_heads: int, num_v_heads: int, head_k_dim: int,
-        head_v_dim: int, grouped: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: ModelConfig, *, name: str, norm: str, prefix: str) -> None:
         super().__init__(config, name)
-        if num_v_heads % num_k_heads:
-            what, expected = "the value heads cannot be divided evenly among the key heads", f"a multiple of {num_k_heads}"
-            raise ConfigError(what, where=name, expected=expected, found=num_v_heads)
-        self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim = num_k_heads, num_v_heads, head_k_dim, head_v_dim
-        h, values = config.hidden_size, num_v_heads * head_v_dim
-        self.channels = 2 * num_k_heads * head_k_dim + values  # of the convolution
+        if config.gated_delta_net is None:
+            raise ConfigError("the model has no gated DeltaNet layers", where=name)
+        self.heads = heads = config.gated_delta_net
+        h, k_heads, v_heads, v_dim = config.hidden_size, heads.num_k_heads, heads.num_v_heads, heads.head_v_dim
+        if v_heads % k_heads:
+            what, expected = "the value heads cannot be divided evenly among the key heads", f"a multiple of {k_heads}"
+            raise ConfigError(what, where=name, expected=expected, found=v_heads)
+        values = v_heads * v_dim
+        self.channels = 2 * k_heads * heads.head_k_dim + values  # of the convolution
         self.norm = NormWeight(norm, h, config.zero_centered_norms)
-        if grouped:
-            group = num_v_heads // num_k_heads
-            qkvz = head_k_dim, head_k_dim, group * head_v_dim, group * head_v_dim
-            parts = _grouped(f"{prefix}.in_proj_qkvz", num_k_heads, qkvz)
-            beside = _grouped(f"{prefix}.in_proj_ba", num_k_heads, (group, group))
+        if heads.grouped:
+            group = v_heads // k_heads
+            qkvz = heads.head_k_dim, heads.head_k_dim, group * v_dim, group * v_dim
+            parts = _grouped(f"{prefix}.in_proj_qkvz", k_heads, qkvz)
+            beside = _grouped(f"{prefix}.in_proj_ba", k_heads, (group, group))
         else:
             parts = [Part(f"{prefix}.in_proj_qkv", self.channels), Part(f"{prefix}.in_proj_z", values)]
-            beside = [Part(f"{prefix}.in_proj_b", num_v_heads), Part(f"{prefix}.in_proj_a", num_v_heads)]
-        self.in_proj_ba = _Beside(beside, h)
+            beside = [Part(f"{prefix}.in_proj_b", v_heads), Part(f"{prefix}.in_proj_a", v_heads)]
+        self.in_proj_ba = _Beside(beside, h, quantizable=False)
         self.in_proj = _Joined(parts, h, self.in_proj_ba)
         self.conv = Values(f"{prefix}.conv1d.weight", (self.channels, 1, WIDTH), (-0.5, 0.5))
-        self.A_log = Values(f"{prefix}.A_log", (num_v_heads,), (-4.6, 2.7), torch.float32)
-        self.dt_bias = Values(f"{prefix}.dt_bias", (num_v_heads,), (-4.0, 1.0), torch.float32)
-        self.gated_norm = NormWeight(f"{prefix}.norm", head_v_dim)
+        self.A_log = Values(f"{prefix}.A_log", (v_heads,), (-4.6, 2.7), torch.float32)
+        self.dt_bias = Values(f"{prefix}.dt_bias", (v_heads,), (-4.0, 1.0), torch.float32)
+        self.gated_norm = NormWeight(f"{prefix}.norm", v_dim)
         self.out_proj = PackedLinear([Part(f"{prefix}.out_proj", h)], values)
 
     @property
@@ -66,18 +64,17 @@ class GatedDeltaNet(Layer):
 
         With `context.undoable`, also the gates of these inputs and the number of tokens in the matrices.
         """
-        heads, undoable = self.num_v_heads, self.context.undoable
+        heads, undoable = self.heads.num_v_heads, self.context.undoable
         ring = WIDTH - 1 + 2 * undoable if undoable else WIDTH
         conv = ("conv", (ring, self.channels), self.context.dtype)
-        recurrent = ("recurrent", (heads, self.head_k_dim, self.head_v_dim), torch.float32)
+        recurrent = ("recurrent", (heads, self.heads.head_k_dim, self.heads.head_v_dim), torch.float32)
         undo = (("gates", (ring, 2, heads), torch.float32), ("folded", (heads,), torch.int32)) if undoable else ()
         return StateSpec((conv, recurrent, *undo), undoable, CHUNK)
 
     @property
     def step_state_bytes(self) -> int:
         """The matrices are read and written. Of the convolution's inputs, three rows are read and one is written."""
-        matrices = 4 * self.num_v_heads * self.head_k_dim * self.head_v_dim
-        return 2 * matrices + WIDTH * self.channels * self.context.dtype.itemsize
+        return 8 * self.heads.state_values + WIDTH * self.channels * self.context.dtype.itemsize
 
     def linear_ops(self) -> Sequence[LinearOp]:
         if self.in_proj.format is not None:
@@ -88,13 +85,12 @@ class GatedDeltaNet(Layer):
     @property
     def activation_values(self) -> int:
         """With what the kernels of prompts keep: q, k and v, U and W."""
-        kept = self.num_v_heads * (self.head_k_dim + 2 * self.head_v_dim)
+        kept = self.heads.num_v_heads * (self.heads.head_k_dim + 2 * self.heads.head_v_dim)
         return super().activation_values + self.channels + kept
 
     def flops(self, rows: int) -> int:
         """With the convolution and the rule: Sᵀk, the update and Sᵀq of each value head."""
-        rule = 6 * self.num_v_heads * self.head_k_dim * self.head_v_dim
-        return super().flops(rows) + rows * (rule + 2 * WIDTH * self.channels)
+        return super().flops(rows) + rows * (6 * self.heads.state_values + 2 * WIDTH * self.channels)
 
     def weights(self) -> operands.GatedDeltaWeights:
         """The weights beside the projections."""
@@ -140,8 +136,6 @@ class _Joined(PackedLinear):
 class _Beside(PackedLinear):
     """The other one of a `_Joined`, which allocates it."""
 
-    quantizable = False
-
     def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
         pass
 
@@ -168,7 +162,7 @@ def eager(layer: GatedDeltaNet) -> Forward:
 
 def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
     if isinstance(layer, GatedDeltaNet):
-        for what, size in (("linear_key_head_dim", layer.head_k_dim), ("linear_value_head_dim", layer.head_v_dim)):
+        for what, size in (("linear_key_head_dim", layer.heads.head_k_dim), ("linear_value_head_dim", layer.heads.head_v_dim)):
             if size not in HEAD_DIMS:
                 return f"{what} {size} is neither {' nor '.join(map(str, HEAD_DIMS))}"
     return triton_unsupported(layer, device)

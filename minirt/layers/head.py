@@ -8,7 +8,6 @@ from minirt.layers.base import Forward, Layer, LinearOp, register, triton_unsupp
 from minirt.modeling.config import ModelConfig
 from minirt.modeling.parameters import NormWeight, PackedLinear, Part, SomeRows
 from minirt.step.batch import Batch
-from minirt.step.kv_cache import LayerKV
 
 
 class Head(Layer):
@@ -53,7 +52,7 @@ def eager(layer: Head) -> Forward:
     eps, norm, lm_head = layer.config.rms_norm_eps, layer.norm, layer.lm_head
     multiplier, softcap = layer.multiplier, layer.softcap
 
-    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+    def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
         logits = reference.linear(reference.rms_norm(x, norm.weight, eps), lm_head.weight, scale=lm_head.scale).float()
         return reference.cap_logits(logits, multiplier, softcap)
 
@@ -68,7 +67,7 @@ def triton(layer: Head) -> Forward:
     eps, norm, lm_head = layer.config.rms_norm_eps, layer.norm, layer.lm_head
     multiplier, softcap, workspace, pdl = layer.multiplier, layer.softcap, layer.context.workspace, layer.context.pdl
 
-    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+    def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
         return norm_linear(
             x, norm.weight, eps, lm_head.weight, scale=lm_head.scale, out=batch.logits, workspace=workspace,
             out_dtype=torch.float32, row_maxima=batch.row_maxima, multiplier=multiplier, softcap=softcap, pdl=pdl, check=False,

@@ -1,13 +1,14 @@
 """`MLP`: the gated feed-forward residual layer (SwiGLU, Shazeer 2020)."""
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from minirt.kernels import reference
-from minirt.layers.base import Forward, Layer, LinearOp, register, triton_unsupported
+from minirt.layers.base import Forward, Layer, LinearOp, checkpoint_names, register, triton_unsupported
 from minirt.modeling.config import ModelConfig
 from minirt.modeling.parameters import NormWeight, PackedLinear, Part
 from minirt.step.batch import Batch
-from minirt.step.kv_cache import LayerKV
 
 
 class MLP(Layer):
@@ -15,6 +16,8 @@ class MLP(Layer):
     matrix, gate first.
 
     Args:
+        norm: checkpoint name of the norm of the layer's input.
+        prefix: checkpoint prefix of the parts `gate_proj`, `up_proj` and `down_proj`. `names`: see `Attention`.
         post_norm: checkpoint name of a norm of what is added to x (a sandwich norm); None: there is none.
         post_norm_eps: its eps; None: that of the config.
     """
@@ -22,11 +25,12 @@ class MLP(Layer):
     kind = "mlp"
 
     def __init__(
-        self, config: ModelConfig, *, name: str, norm: str, gate: str, up: str, down: str, post_norm: str | None = None,
-        post_norm_eps: float | None = None,
+        self, config: ModelConfig, *, name: str, norm: str, prefix: str, post_norm: str | None = None,
+        post_norm_eps: float | None = None, names: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(config, name)
         h, i = config.hidden_size, config.intermediate_size
+        gate, up, down = checkpoint_names(prefix, "gate_proj up_proj down_proj", names)
         self.norm = NormWeight(norm, h, config.zero_centered_norms)
         self.post_norm = NormWeight(post_norm, h, config.zero_centered_norms) if post_norm else None
         self.post_norm_eps = config.rms_norm_eps if post_norm_eps is None else post_norm_eps
@@ -42,7 +46,7 @@ def eager(layer: MLP) -> Forward:
     eps, activation = layer.config.rms_norm_eps, layer.config.hidden_act
     norm, gate_up, down, post_norm, post_norm_eps = layer.norm, layer.gate_up, layer.down, layer.post_norm, layer.post_norm_eps
 
-    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+    def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
         h = reference.rms_norm(x, norm.weight, eps)
         h = reference.gated(reference.linear(h, gate_up.weight, gate_up.bias, gate_up.scale), activation)
         y = reference.linear(h, down.weight, down.bias, down.scale)
@@ -64,7 +68,7 @@ def triton(layer: MLP) -> Forward:
     norm, gate_up, down, post_norm = layer.norm, layer.gate_up, layer.down, layer.post_norm
     workspace, pdl = layer.context.workspace, layer.context.pdl
 
-    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+    def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
         h = norm_gate_up(
             x, norm.weight, eps, gate_up.weight, activation, bias=gate_up.bias, scale=gate_up.scale, workspace=workspace,
             pdl=pdl, check=False,

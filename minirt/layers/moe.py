@@ -1,6 +1,6 @@
 """`MoE`: the residual layer of a mixture of experts (Shazeer et al. 2017), with a shared expert or without."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,11 +9,10 @@ from torch import Tensor
 from minirt.errors import ConfigError
 from minirt.kernels import reference
 from minirt.kernels.reference import SharedExpert
-from minirt.layers.base import Forward, Layer, LinearOp, register, triton_unsupported
+from minirt.layers.base import Forward, Layer, LinearOp, checkpoint_names, register, triton_unsupported
 from minirt.modeling.config import ModelConfig
 from minirt.modeling.parameters import NormWeight, PackedExperts, PackedLinear, Part
 from minirt.step.batch import Batch
-from minirt.step.kv_cache import LayerKV
 
 if TYPE_CHECKING:
     from minirt.kernels.side_stream import SideStream
@@ -26,40 +25,38 @@ class MoE(Layer):
     never quantized.
 
     Args:
-        router: checkpoint name of the router's weight [E, H].
-        experts: checkpoint prefix of the experts. Each expert has the parts `gate_proj`, `up_proj` and `down_proj`, or the
-            checkpoint has tensors of all experts: `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I].
-        shared, shared_gate: checkpoint names of an expert that every token uses, and of its gate [1, H]: it adds
-            sigmoid(shared_gate(norm(x))) · shared(norm(x)). None: there is no such expert.
+        norm: checkpoint name of the norm of the layer's input.
+        prefix: checkpoint prefix of the router's weight `gate` [E, H] and of `experts`. Each expert has the parts `gate_proj`,
+            `up_proj` and `down_proj`, or the checkpoint has tensors of all experts: `gate_up_proj` [E, 2I, H] and `down_proj`
+            [E, H, I]. `shared_expert`, if the config has one, is an expert that every token uses, and `shared_expert_gate` its
+            gate [1, H]: it adds sigmoid(shared_expert_gate(norm(x))) · shared_expert(norm(x)).
+        names: see `Attention`.
     """
 
     kind = "moe"
 
     def __init__(
-        self, config: ModelConfig, *, name: str, norm: str, router: str, experts: str, shared: str | None = None,
-        shared_gate: str | None = None,
-    ) -> None:  # fmt: skip
+        self, config: ModelConfig, *, name: str, norm: str, prefix: str, names: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(config, name)
         moe, h = config.moe, config.hidden_size
         if moe is None:
             raise ConfigError("the model has no mixtures of experts", where=name)
-        if not (shared is None) == (shared_gate is None) == (moe.shared_intermediate_size == 0):
-            raise ConfigError("shared and shared_gate must be named when, and only when, there is a shared expert", where=name)
+        router, experts, shared, shared_gate = checkpoint_names(prefix, "gate experts shared_expert shared_expert_gate", names)
         self.moe = moe
         self.norm = NormWeight(norm, h, config.zero_centered_norms)
-        self.router = _unquantized(PackedLinear([Part(router, moe.num_experts)], h))
-        i = moe.intermediate_size
+        self.router = PackedLinear([Part(router, moe.num_experts)], h, quantizable=False)
+        i, shared_i = moe.intermediate_size, moe.shared_intermediate_size
         gate_up = [Part("gate_proj", i), Part("up_proj", i)]
         self.gate_up = PackedExperts(experts, gate_up, h, moe.num_experts, "gate_up_proj")
         self.down = PackedExperts(experts, [Part("down_proj", h)], i, moe.num_experts, "down_proj")
         self.shared_gate_up: PackedLinear | None = None
         self.shared_down: PackedLinear | None = None
         self.shared_gate: PackedLinear | None = None
-        if shared is not None and shared_gate is not None:
-            i = moe.shared_intermediate_size
-            self.shared_gate_up = PackedLinear([Part(f"{shared}.gate_proj", i), Part(f"{shared}.up_proj", i)], h)
-            self.shared_down = PackedLinear([Part(f"{shared}.down_proj", h)], i)
-            self.shared_gate = _unquantized(PackedLinear([Part(shared_gate, 1)], h))
+        if shared_i:
+            self.shared_gate_up = PackedLinear([Part(f"{shared}.{part.name}", shared_i) for part in gate_up], h)
+            self.shared_down = PackedLinear([Part(f"{shared}.down_proj", h)], shared_i)
+            self.shared_gate = PackedLinear([Part(shared_gate, 1)], h, quantizable=False)
 
     def linear_ops(self) -> Sequence[LinearOp]:
         experts = self.moe.num_experts, self.moe.experts_per_token
@@ -79,11 +76,6 @@ class MoE(Layer):
         return super().activation_values + in_order
 
 
-def _unquantized(linear: PackedLinear) -> PackedLinear:
-    linear.quantizable = False
-    return linear
-
-
 def _shared_expert(layer: MoE) -> SharedExpert | None:
     gate_up, down, gate = layer.shared_gate_up, layer.shared_down, layer.shared_gate
     if gate_up is None or down is None or gate is None:
@@ -98,7 +90,7 @@ def eager(layer: MoE) -> Forward:
     (gate_up, gate_up_scale), (down, down_scale) = layer.gate_up.stacked, layer.down.stacked
     stored = gate_up, down, gate_up_scale, down_scale
 
-    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+    def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
         h = reference.rms_norm(x, norm.weight, eps)
         weights, experts = reference.route(reference.linear(h, router.weight), moe.experts_per_token, moe.normalize)
         y = reference.mixture(h, weights, experts, gate_up, down, activation, gate_up_scale, down_scale)
@@ -134,7 +126,7 @@ def triton(layer: MoE) -> Forward:
             gate = norm_linear(x, norm.weight, eps, expert.gate, workspace=side.workspace, pdl=pdl, check=False)
             return SharedOutput(y, gate)
 
-    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:  # each kernel that reads x normalizes it
+    def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:  # each kernel that reads x normalizes it
         shared: SharedExpert | SharedOutput | None = expert
         if expert is not None and side is not None and not reference.computes_shared(len(x), top_k, *stored, expert):
             shared = output(x, expert, side)

@@ -4,9 +4,7 @@ import torch
 from torch import Tensor
 
 from minirt.layers.base import Forward, Layer, register, triton_unsupported
-from minirt.modeling.config import ModelConfig
 from minirt.step.batch import Batch
-from minirt.step.kv_cache import LayerKV
 
 
 class Select(Layer):
@@ -15,16 +13,13 @@ class Select(Layer):
     kind = "select"
     residual, selects_rows = False, True
 
-    def __init__(self, config: ModelConfig, *, name: str = "select") -> None:
-        super().__init__(config, name)
-
     def returns(self, x: Tensor, batch: Batch) -> tuple[tuple[int, ...], torch.dtype]:
         return (batch.logits_indices.shape[0], x.shape[1]), x.dtype
 
 
 @register("select", "eager")
 def eager(layer: Select) -> Forward:
-    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+    def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
         return x if batch.every_row else x[batch.logits_indices]
 
     return forward
@@ -35,7 +30,7 @@ def triton(layer: Select) -> Forward:
     """Uses the embedding kernel, with the residual stream as the table."""
     from minirt.kernels.embedding import embedding
 
-    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+    def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
         return x if batch.every_row else embedding(batch.logits_indices, x, check=False)
 
     return forward

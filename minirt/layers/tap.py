@@ -8,7 +8,6 @@ from minirt.layers.base import Forward, Layer, register, triton_unsupported
 from minirt.modeling.config import ModelConfig
 from minirt.modeling.parameters import NormWeight
 from minirt.step.batch import Batch
-from minirt.step.kv_cache import LayerKV
 
 
 class Tap(Layer):
@@ -36,7 +35,7 @@ class Tap(Layer):
 def eager(layer: Tap) -> Forward:
     norm, eps = layer.norm, layer.config.rms_norm_eps
 
-    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+    def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
         if batch.taps is not None:
             batch.taps.copy_(reference.rms_norm(x, norm.weight, eps))
         return x
@@ -50,7 +49,7 @@ def triton(layer: Tap) -> Forward:
 
     norm, eps, pdl = layer.norm, layer.config.rms_norm_eps, layer.context.pdl
 
-    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+    def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
         if batch.taps is not None:
             rms_norm(x, norm.weight, eps, out=batch.taps, pdl=pdl, check=False)
         return x

@@ -6,7 +6,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
@@ -97,14 +96,6 @@ class _Piece(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True)
-class LoadReport:
-    """The result of loading: bytes read, and the checkpoint tensors that the model does not use."""
-
-    bytes_read: int
-    unused: tuple[str, ...]
-
-
 def _header_length(path: Path) -> int:
     """The header's length in bytes, which the first 8 bytes of a file state; at most MAX_HEADER."""
     if not path.is_file():  # opening a named pipe would wait
@@ -121,25 +112,18 @@ def _header_length(path: Path) -> int:
     return length
 
 
-@contextmanager
-def _checked(path: Path) -> Iterator[None]:
-    """Check the header of a file. An error while it is read is a `CheckpointError`."""
+def _read_header(path: Path) -> Iterator[Entry]:
+    """The tensors of a file. safetensors checks the header, except that it silently takes the last of repeated names."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        _header_length(path)
-        with safe_open(path, framework="pt", device="cpu"):
-            yield
+        length = _header_length(path)
+        with safe_open(path, framework="pt", device="cpu"), path.open("rb") as file:
+            file.seek(8)
+            header = parse_json(file.read(length).decode(), path, error=CheckpointError)
     except (SafetensorError, OSError, ValueError) as error:
         what = f"not a readable safetensors file: {str(error)[:MAX_SHOWN]}"
         raise CheckpointError(what, where=path, hint="download it again; it may be truncated") from error
-
-
-def _read_header(path: Path) -> Iterator[Entry]:
-    """The tensors of a file. safetensors checks the header, except that it silently takes the last of repeated names."""
-    with _checked(path), path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = parse_json(file.read(length).decode(), path, error=CheckpointError)
     header.pop("__metadata__", None)
     for name, tensor in header.items():
         if not isinstance(tensor, dict) or not isinstance(tensor["dtype"], str):  # safetensors also takes a list
@@ -264,13 +248,12 @@ class Matched(NamedTuple):
     """The tensors of a checkpoint, by what loading does with them.
 
     Attributes:
-        targets: tensor name → its holders (two for a tied head that is quantized). `specs`: tensor name → what it must be.
+        wanted: tensor name → its holders (two for a tied head that is quantized), and what it must be.
         unused: names of the tensors that the model does not use; see `warn_of_extras`.
         zero_biases: names of biases of linears that have none. They are not used, and must be zero.
     """
 
-    targets: dict[str, list[Parameter]]
-    specs: dict[str, TensorSpec]
+    wanted: dict[str, tuple[list[Parameter], TensorSpec]]
     unused: tuple[str, ...]
     zero_biases: tuple[str, ...]
 
@@ -296,33 +279,32 @@ def match(model: Model, entries: Mapping[str, Entry], allow_unused: bool = False
         what = f"{len(missing)} of {len(wanted)} tensors are missing"
         hint = "the checkpoint is incomplete, or config.json describes another model"
         raise CheckpointError(what, where=_folder(entries), expected=some_names(missing), hint=hint)
-    specs = {name: spec for name, (_, spec) in wanted.items()}
-    for name, spec in specs.items():
+    for name, (_, spec) in wanted.items():
         entry = entries[name]
         if entry.shape != spec.shape and entry.shape not in spec.also:
             transposed = len(spec.shape) == 3 and entry.shape == (spec.shape[0], *spec.shape[:0:-1])
             hint, shape = _TRANSPOSED if transposed else _OTHER, list(entry.shape)
             raise CheckpointError("wrong shape", where=entry.place, expected=list(spec.shape), found=shape, hint=hint)
     modules = {module for parameter in model.parameters() for module in parameter.modules}
-    biases = tuple(n for n in entries if n not in specs and n.endswith(".bias") and n.removesuffix(".bias") in modules)
+    biases = tuple(n for n in entries if n not in wanted and n.endswith(".bias") and n.removesuffix(".bias") in modules)
     scales = model.formats.unused_scales if model.formats else ()
     for name in scales:
         _check_scale_shape(model, entries[name])
     checked = {*scales, *biases}
-    for entry in (entries[n] for n in entries if n in specs or n in checked or _tied_copy(model, n)):
-        dtypes = specs[entry.name].dtypes if entry.name in specs else FLOATS
+    for entry in (entries[n] for n in entries if n in wanted or n in checked or _tied_copy(model, n)):
+        dtypes = wanted[entry.name][1].dtypes if entry.name in wanted else FLOATS
         if entry.dtype not in dtypes:
             expected = " or ".join(dtypes)
             raise CheckpointError("wrong dtype", where=entry.place, expected=expected, found=entry.dtype, hint=_OTHER)
-    known = specs.keys() | checked
+    known = wanted.keys() | checked
     unused = tuple(sorted(n for n in entries if not (n in known or n.endswith(DERIVED) or _tied_copy(model, n))))
     extras = set(attention_scales(unused, modules))
-    others = tuple(start for start in _EXTRAS if not any(name.startswith(start) for name in specs))
+    others = tuple(start for start in _EXTRAS if not any(name.startswith(start) for name in wanted))
     unexpected = [name for name in unused if name not in extras and not name.startswith(others)]
     if unexpected and not allow_unused:
         what, hint = f"{len(unexpected)} unexpected tensors", "config.json describes another model"
         raise CheckpointError(what, where=entries[unexpected[0]].file, found=some_names(unexpected), hint=hint)
-    return Matched({name: holders for name, (holders, _) in wanted.items()}, specs, unused, biases)
+    return Matched(wanted, unused, biases)
 
 
 def attention_scales(names: Iterable[str], modules: Iterable[str]) -> list[str]:
@@ -356,42 +338,36 @@ def _tied_copy(model: Model, name: str) -> bool:
 
 
 def load(
-    model: Model,
-    entries: Mapping[str, Entry],
-    *,
-    allow_unused: bool = False,
-    check_weights: bool = False,
+    model: Model, entries: Mapping[str, Entry], *, allow_unused: bool = False, check_weights: bool = False,
     progress: ProgressCallback | None = None,
-) -> LoadReport:
+) -> tuple[int, tuple[str, ...]]:  # fmt: skip
     """Stream a checkpoint into an allocated model and cast it to the model's dtype.
 
     Args:
         entries: see `read_headers`.
         allow_unused: see `match`.
         check_weights: refuse NaN and Inf; the error names the tensor.
+    Returns:
+        The number of bytes read, and the checkpoint tensors that the model does not use.
     Raises:
         CheckpointError: see `match`; or a tied head differs from the embedding; or a NaN or Inf.
     """
-    targets, specs, unused, biases = match(model, entries, allow_unused)
-    tied = [entries[n] for n in entries if n not in targets and _tied_copy(model, n)]
-    work = [piece for name in targets for piece in _pieces(entries[name], specs[name].pieces)]
+    wanted, unused, biases = match(model, entries, allow_unused)
+    tied = [entries[n] for n in entries if n not in wanted and _tied_copy(model, n)]
+    work = [piece for name, (_, spec) in wanted.items() for piece in _pieces(entries[name], spec.pieces)]
     total, done = sum(piece.nbytes for piece in work), 0
 
     def place(piece: _Piece, tensor: torch.Tensor) -> None:
-        entry = piece.entry
+        entry, (holders, spec) = piece.entry, wanted[piece.entry.name]
         if check_weights and (bad := _not_finite(tensor)):
             raise CheckpointError(f"{bad} NaN or Inf values", where=entry.place)
-        spec = specs[entry.name]
         if spec.positive or spec.nonzero:
             _check_scale(entry, tensor, negative=not spec.positive)
         if spec.values is not None and (values := tensor.tolist()) != list(spec.values):
             raise CheckpointError("wrong values", where=entry.place, expected=list(spec.values), found=shown(values))
         with inside(entry.place):
-            for holder in targets[entry.name]:
-                if piece.shape == entry.shape:
-                    holder.load(entry.name, tensor)
-                else:
-                    holder.load(entry.name, tensor, piece.first)
+            for holder in holders:
+                holder.load(entry.name, tensor, piece.first)
 
     groups = _groups(work)
     on_gpu = model.device.type == "cuda"
@@ -412,7 +388,7 @@ def load(
     _read_all(tied, lambda entry, tensor: _check_tied(model, entry, tensor))
     if on_gpu:
         torch.cuda.synchronize(model.device)
-    return LoadReport(total, unused)
+    return total, unused
 
 
 def _pieces(entry: Entry, may_be_split: bool = False) -> Iterator[_Piece]:

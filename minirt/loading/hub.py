@@ -9,7 +9,7 @@ import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from minirt.errors import CheckpointError, ConfigError, InputError, MinirtError, ModelNotFoundError
 from minirt.files import present, read_json
@@ -164,13 +164,6 @@ def _read_object(path: Path, limit: int = _CONFIG_LIMIT) -> dict[str, Any] | Non
     return read_json(path, limit=limit, error=ConfigError) if present(path) else None
 
 
-class _Index(NamedTuple):
-    """model.safetensors.index.json: tensor → shard, and the bytes of all tensors if it states them."""
-
-    tensors: dict[str, str]
-    total_size: float | None
-
-
 def _with_weights(files: ModelFiles) -> ModelFiles:
     """`files` with its weight files, checked to be there."""
     folder = files.folder
@@ -178,7 +171,7 @@ def _with_weights(files: ModelFiles) -> ModelFiles:
     if index is None and not present(folder / _SINGLE):
         hint = f"only safetensors files are read{_contents(folder)}"
         raise CheckpointError(f"there is neither {_SINGLE} nor {_INDEX}", where=folder, hint=hint)
-    names = [_SINGLE] if index is None else sorted(set(index.tensors.values()))
+    names = [_SINGLE] if index is None else sorted(set(index[0].values()))
     unusable = [name for name in names if not os.path.isfile(folder / name)]
     if unusable and index is None:
         raise CheckpointError("is not a file, or is a broken link", where=folder / _SINGLE, hint="get the file again")
@@ -191,8 +184,10 @@ def _with_weights(files: ModelFiles) -> ModelFiles:
     return replace(files, weight_files=weights, weight_index=tensors, total_size=total_size)
 
 
-def _read_index(path: Path) -> _Index | None:
-    """Read an index file; None if there is no index. Shards must be file names in the same folder.
+def _read_index(path: Path) -> tuple[dict[str, str], float | None] | None:
+    """Tensor → shard, and the bytes of all tensors if the index states them; None: there is no index.
+
+    Shards must be file names in the same folder.
 
     Only the names are checked, not the files: in the Hub cache each file is a link into a folder of blobs.
     """
@@ -211,7 +206,7 @@ def _read_index(path: Path) -> _Index | None:
     total_size = metadata.get("total_size") if isinstance(metadata, dict) else metadata
     if type(total_size) not in (int, float, type(None)):
         raise CheckpointError("metadata.total_size is not a number of bytes", where=path, found=repr(total_size)[:80])
-    return _Index(tensors, total_size)
+    return tensors, total_size
 
 
 def _warn_of_unread_shards(folder: Path, names: list[str]) -> None:
@@ -266,8 +261,12 @@ def _download(repo: str, revision: str | None, token: str | None, weights: bool,
     """Download the needed files of one commit of `repo`. Returns the cache's snapshots/<commit> folder."""
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    with _explained(repo, revision), _progress_bars(progress):
+    with _explained(repo, revision), contextlib.ExitStack() as afterwards:
+        if not progress and not are_progress_bars_disabled():
+            disable_progress_bars()
+            afterwards.callback(enable_progress_bars)
         patterns = [*_SMALL, _INDEX] if weights else list(_SMALL)
         folder = Path(snapshot_download(repo, revision=revision, token=token, allow_patterns=patterns))
         config = _read_object(folder / "config.json") if weights else None
@@ -282,24 +281,10 @@ def _download(repo: str, revision: str | None, token: str | None, weights: bool,
             index = _read_index(folder / _INDEX)
             if index is None and isinstance(error, LocalEntryNotFoundError):
                 raise
-        if index is not None and not all((folder / name).exists() for name in index.tensors.values()):
-            shards = [glob.escape(name) for name in sorted(set(index.tensors.values()))]
+        if index is not None and not all((folder / name).exists() for name in index[0].values()):
+            shards = [glob.escape(name) for name in sorted(set(index[0].values()))]
             snapshot_download(repo, revision=commit, token=token, allow_patterns=shards)
         return folder
-
-
-@contextlib.contextmanager
-def _progress_bars(wanted: bool) -> Iterator[None]:
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    if wanted or are_progress_bars_disabled():
-        yield
-        return
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        enable_progress_bars()
 
 
 @contextlib.contextmanager
@@ -314,23 +299,19 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
         raise
     except Exception as error:  # network exceptions differ between versions of huggingface_hub
         detail = str(error).strip().partition("\n")[0]
-        match error:
-            case errors.GatedRepoError():
-                what, hint = "access is restricted", "accept its terms on the Hub, and set HF_TOKEN or log in"
-            case errors.RepositoryNotFoundError():
-                what, hint = "does not exist, or is private", "check the spelling; for a private one set HF_TOKEN"
-            case errors.RevisionNotFoundError():
-                what, hint = f"has no revision {revision!r}", "give a branch, a tag or a commit of it"
-            case errors.HFValidationError():
-                what, hint = f"is not a Hub id: {detail}", _accepted(repo)
-            case _ if constants.HF_HUB_OFFLINE:
-                what, hint = "is missing or incomplete in the cache, and HF_HUB_OFFLINE is set", f"unset it; or {local}"
-            case errors.LocalEntryNotFoundError() | ConnectionError():
-                cause = re.sub(r"(Got: )?(\b\w+(Error|Exception)\b:? ?)?(\[Errno -?\d+\] )?", "", detail, count=1)
-                what = "is not in the cache, and the Hub cannot be reached" + (f": {cause}" if cause else "")
-                hint = f"check the network; or {local}"
-            case errors.HfHubHTTPError():
-                what, hint = f"the Hub refused: {detail}", f"check HF_TOKEN, try again later; or {local}"
-            case _:
-                what, hint = f"cannot be downloaded: {type(error).__name__}: {detail}", local
+        cause = re.sub(r"(Got: )?(\b\w+(Error|Exception)\b:? ?)?(\[Errno -?\d+\] )?", "", detail, count=1)
+        unreachable = "is not in the cache, and the Hub cannot be reached" + (f": {cause}" if cause else "")
+        private = "check the spelling; for a private one set HF_TOKEN"
+        offline = Exception if constants.HF_HUB_OFFLINE else ()
+        kinds: tuple[tuple[Any, str, str], ...] = (
+            (errors.GatedRepoError, "access is restricted", "accept its terms on the Hub, and set HF_TOKEN or log in"),
+            (errors.RepositoryNotFoundError, "does not exist, or is private", private),
+            (errors.RevisionNotFoundError, f"has no revision {revision!r}", "give a branch, a tag or a commit of it"),
+            (errors.HFValidationError, f"is not a Hub id: {detail}", _accepted(repo)),
+            (offline, "is missing or incomplete in the cache, and HF_HUB_OFFLINE is set", f"unset it; or {local}"),
+            ((errors.LocalEntryNotFoundError, ConnectionError), unreachable, f"check the network; or {local}"),
+            (errors.HfHubHTTPError, f"the Hub refused: {detail}", f"check HF_TOKEN, try again later; or {local}"),
+            (Exception, f"cannot be downloaded: {type(error).__name__}: {detail}", local),
+        )
+        what, hint = next((what, hint) for kind, what, hint in kinds if isinstance(error, kind))
         raise ModelNotFoundError(what, where=f"Hub model {repo}", hint=hint) from error

@@ -38,6 +38,7 @@ from minirt.threads import set_threads
 from minirt.wording import warn, worded
 
 ProgressCallback = Callable[[str, int, int], None]  # (stage, done, total)
+Way = tuple[str, dict[str, Any]]  # how to make a model fit, in words, and the load options that change
 # Values of a weight. An H200 reads this number of bytes in less than 1 µs; a kernel that rounds the input to FP8 takes 1.6 µs.
 _SMALL = 4 << 20
 _SLOW_ON_CPU = "on a CPU, quantized weights save memory, not time: every step unpacks them, which is slow"
@@ -77,9 +78,8 @@ def find(model: str | Path, revision: str | None, *, need_weights: bool, progres
     config, fields = models.parse_config(files.config, config_file), models.decoder_fields(files.config)
     check_token_ids(fields, config_file, config.vocab_size)
     check_token_ids(files.generation_config or {}, str(files.folder / "generation_config.json"), config.vocab_size)
-    producer = None
-    if files.hf_quant_config is not None:
-        producer = Fields(files.hf_quant_config, str(files.folder / "hf_quant_config.json"))
+    stated = files.hf_quant_config
+    producer = None if stated is None else Fields(stated, str(files.folder / "hf_quant_config.json"))
     return Source(files, config, read_quantization(Fields(fields, config_file), producer))
 
 
@@ -124,8 +124,7 @@ def build(
         model = _build_with_drafts(options, source, entries, device, speculative.draft_rows(config.vocab_size))
     else:
         layers = in_order(config, options.layers(config) if options.layers else models.build(config))
-        if entries is not None:
-            fuse_experts(layers, entries)
+        fuse_experts(layers, entries)
         model = Model(config, layers, choose_formats(options, layers, source, entries, device))
     if drafts := options.drafts[0]:  # states are larger, which plans count
         model.keep_undo(1 + drafts)
@@ -149,15 +148,14 @@ def _build_with_drafts(
         if draft_names.isdisjoint({name.rpartition(".")[0] for name in entries} - target_names):
             what, hint = "the checkpoint has no weights of the draft model", "leave out the drafts, or use --speculate ngram"
             raise UnsupportedError(what, where=str(options.model), expected=f"{min(draft_names - target_names)}, …", hint=hint)
-        fuse_experts([*layers, *draft], entries)
+    fuse_experts([*layers, *draft], entries)
     formats, head = choose_formats(options, [*layers, *draft], source, entries, device), draft[-1]
     if isinstance(formats, StoredFormats) and rows is not None:
         tied = config.tie_word_embeddings
         if any(formats.format_of(weights.modules, head=True, tied=tied) is not None for weights in head.quantizable()):
             note = "drafts may have all ids, since the checkpoint stores a quantized head"  # some formats cannot be split by rows
             layers, draft = models.build_with_drafts(config, None)
-            if entries is not None:
-                fuse_experts([*layers, *draft], entries)
+            fuse_experts([*layers, *draft], entries)
             formats = replace(formats, notes=(*formats.notes, note))
     return Model(config, layers, formats, draft)
 
@@ -202,15 +200,22 @@ def plan_model(options: LoadOptions, gpu: AbsentGPU | None = None) -> Model:
     """
     target = pick_device(options.device) if gpu is None else gpu
     source, entries, settled = _headers(find(options.model, options.revision, need_weights=False), options)
-    planned = build(options, source, entries, target)
-    idle = _match(planned, entries, options) if entries is not None else None
-    planned.device = cast(torch.device, target)
-    planned.dtype = pick_dtype(options.dtype, source.config, planned.device)
-    planned.kv_dtype = pick_kv_dtype(options.kv_cache_dtype, planned.dtype)
+    planned, idle = _without_weights(options, source, entries, target)
     planned.resolve(options.impl)
     planned.plan = planned.plan.with_cuda_graphs(options.cuda_graphs)
     _add_notes(planned, idle, settled, _slow(planned, options))
     return planned
+
+
+def _without_weights(
+    options: LoadOptions, source: Source, entries: Mapping[str, Entry] | None, device: torch.device | AbsentGPU
+) -> tuple[Model, str | None]:
+    """The model with its dtypes, compared with the headers of the checkpoint, and what `_match` returns."""
+    model = build(options, source, entries, device)
+    model.device = cast(torch.device, device)
+    model.dtype = pick_dtype(options.dtype, source.config, model.device)
+    model.kv_dtype = pick_kv_dtype(options.kv_cache_dtype, model.dtype)
+    return model, _match(model, entries, options) if entries is not None else None
 
 
 def _slow(model: Model, options: LoadOptions) -> str | None:
@@ -232,8 +237,7 @@ def _eager_layers(model: Model, options: LoadOptions) -> str | None:
         return None
     what = f"{len(reasons)} of {len(rows)} layers run eager on this GPU, which is slow: {'; '.join(dict.fromkeys(reasons))}"
     ways = ["--quantize int4"] * (options.quantization == "fp8") + ["--kv-cache-dtype auto"] * (options.kv_cache_dtype == "fp8")
-    narrow = ways and compute_capability(model.device) < (8, 9)
-    return worded(f"{what} (use {' and '.join(ways)})") if narrow else what
+    return worded(f"{what} (use {' and '.join(ways)})") if ways and compute_capability(model.device) < (8, 9) else what
 
 
 def _match(model: Model, entries: Mapping[str, Entry], options: LoadOptions) -> str | None:
@@ -260,8 +264,7 @@ def _match(model: Model, entries: Mapping[str, Entry], options: LoadOptions) -> 
 def plan_load(options: LoadOptions, gpu: AbsentGPU | None = None) -> tuple[Model, MemoryPlan]:
     """`plan_model`, and what loading takes of the memory."""
     model = plan_model(options, gpu)
-    length = pick_length(model.config, options.max_model_len)
-    return model, plan_memory(model, length, model.device, options)
+    return model, plan_memory(model, pick_length(model.config, options.max_model_len), model.device, options)
 
 
 def remedy(options: LoadOptions, device: torch.device | AbsentGPU) -> str:
@@ -271,7 +274,7 @@ def remedy(options: LoadOptions, device: torch.device | AbsentGPU) -> str:
     fp8 = {"quantization": "fp8"} if capability >= (8, 9) else {}
     int4 = {"quantization": "int4"} if capability >= (8, 0) else {}
     narrow = {"dtype": "bfloat16"} if device.type == "cpu" or options.dtype == "float32" else {}
-    ways: list[tuple[str, dict[str, Any]]] = [
+    ways: list[Way] = [
         ("lower --kv-cache-memory", {"kv_cache_memory": None}), ("lower --state-cache-memory", {"state_cache_memory": None}),
         ("use --dtype bfloat16", narrow), ("use --fp8", fp8), ("use --dtype bfloat16 --fp8", narrow | fp8),
         ("use --quantize int4", int4), ("use --dtype bfloat16 --quantize int4", narrow | int4),
@@ -297,9 +300,7 @@ def remedy(options: LoadOptions, device: torch.device | AbsentGPU) -> str:
     return f"use a smaller model{here}" + ("" if device.type == "cpu" else ", or raise --gpu-memory-utilization")
 
 
-def _longer_context(
-    options: LoadOptions, gpu: AbsentGPU | None, plan: MemoryPlan, others: list[tuple[str, dict[str, Any]]]
-) -> str:
+def _longer_context(options: LoadOptions, gpu: AbsentGPU | None, plan: MemoryPlan, others: list[Way]) -> str:
     """The same where the context that was asked for does not fit, but a shorter one does. What loses least comes first: fewer
     sequences at once, then KV pages of FP8, then weights of fewer bits."""
 
@@ -310,16 +311,14 @@ def _longer_context(
     pages = format_size(plan.least_pages * plan.page, up=True)
     memory = f"{'use' if options.kv_cache_memory is None else 'raise'} --kv-cache-memory {pages}"
     fewer = sequences_that_fit(lambda count: fits({"max_num_seqs": count}), options.max_num_seqs)
-    ways: list[tuple[str, dict[str, Any]]] = [(f"use --max-num-seqs {fewer}", {"max_num_seqs": fewer})] if fewer else []
+    ways: list[Way] = [(f"use --max-num-seqs {fewer}", {"max_num_seqs": fewer})] if fewer else []
     for words, changes in [*ways, (memory, {"kv_cache_memory": pages}), *others]:
         if words.startswith(("use ", "raise ")) and fits(changes):
             return f"{words}, or --max-model-len {plan.context}"
     return f"use --max-model-len {plan.context}"
 
 
-def _changed(
-    options: LoadOptions, changes: dict[str, Any], gpu: AbsentGPU | None
-) -> tuple[LoadOptions, MemoryPlan] | None:
+def _changed(options: LoadOptions, changes: dict[str, Any], gpu: AbsentGPU | None) -> tuple[LoadOptions, MemoryPlan] | None:
     """Other options, and the plan with them. None: nothing changes, or it fails: no checkpoint is quantized twice."""
     changed = {name: value for name, value in changes.items() if getattr(options, name) != value}
     with suppress(MinirtError):
@@ -389,45 +388,36 @@ def load(options: LoadOptions, progress: ProgressCallback | None = None) -> Load
     if weights is not None:
         source, entries, settled = _settled(source, weights)
     config = source.config
-    model = build(options, source, entries, device)
-    dtype = pick_dtype(options.dtype, config, device)
-    kv_dtype = pick_kv_dtype(options.kv_cache_dtype, dtype)
+    model, idle = _without_weights(options, source, entries, device)
     tokenizer = Tokenizer.load(files.folder) if files else None
     check_vocabulary(tokenizer, config)
     if model.draft_model is not None and isinstance(options.speculative, SpeculativeOptions):
-        _choose_draft_ids(model.draft_model, tokenizer, options.speculative)
-    idle = None
-    if weights is not None and entries is not None:
-        idle = _match(model, entries, options)
+        for head in model.draft_model.layers[-1].parameters():
+            if isinstance(head, SomeRows):  # the ids that drafts may have, before the rows are loaded
+                head.ids = draft_ids(tokenizer, len(head.ids), config.vocab_size, options.speculative.draft_vocab_text)
+    if weights is not None:
         checkpoint.check_total_size(weights.weight_files, weights.total_size)
-    model.dtype, model.kv_dtype = dtype, kv_dtype
     plan = plan_memory(model, length, device, options)
     if not plan.fits:
         raise does_not_fit(plan, str(device), remedy(options, device))
     with out_of_memory_while("allocating the weights", device):
-        model.allocate(device, dtype, length, kv_dtype)
+        model.allocate(device, model.dtype, length, model.kv_dtype)
     model.resolve(options.impl)
-    slow = _slow(model, options)
-    _add_notes(model, idle, settled, slow)
+    _add_notes(model, idle, settled, slow := _slow(model, options))
     if slow is not None:
         warn(slow)
+    bytes_read, unused = 0, tuple[str, ...]()
     with out_of_memory_while("loading the weights", device):
         if entries is None:
             checkpoint.randomize(model, options.seed)
-        report = checkpoint.LoadReport(0, ()) if entries is None else checkpoint.load(
-            model, entries, allow_unused=options.layers is not None, check_weights=options.check_weights,
-            progress=progress and partial(progress, "weights"),
-        )  # fmt: skip
+        else:
+            bytes_read, unused = checkpoint.load(
+                model, entries, allow_unused=options.layers is not None, check_weights=options.check_weights,
+                progress=progress and partial(progress, "weights"),
+            )  # fmt: skip
     generation_config = files.generation_config if files else None
     eos = eos_token_ids(generation_config, dict(models.decoder_fields(files.config)) if files else {}, tokenizer)
-    return LoadedModel(model, tokenizer, generation_config, known_end_ids(eos, config), report.bytes_read, report.unused)
-
-
-def _choose_draft_ids(draft_model: Model, tokenizer: Tokenizer | None, speculative: SpeculativeOptions) -> None:
-    """Set the ids that drafts may have, before the rows of the head are loaded."""
-    for head in draft_model.layers[-1].parameters():
-        if isinstance(head, SomeRows):
-            head.ids = draft_ids(tokenizer, len(head.ids), draft_model.config.vocab_size, speculative.draft_vocab_text)
+    return LoadedModel(model, tokenizer, generation_config, known_end_ids(eos, config), bytes_read, unused)
 
 
 def check_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig) -> None:

@@ -8,6 +8,7 @@ refuses to start if other processes hold too much of it.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -29,9 +30,7 @@ SNAPSHOT_SHARE = 0.25  # of the memory that is left then: snapshots of states, f
 SNAPSHOTS_OF_A_SEQUENCE = 4  # at most, for each sequence that runs at once
 NUM_BATCHED_TOKENS = (8192, 4096, 2048, 1024)  # the defaults that are tried on a GPU
 
-_SIZE = "a number of bytes, or a text such as '4GiB'"
-
-StepBytes = Callable[[int], int | None]  # tokens of the largest step → the bytes that steps need; None: they do not fit
+StepBytes = Callable[[EngineLimits], int | None]  # the bytes that steps need; None: they do not fit
 
 
 @dataclass(frozen=True)
@@ -142,31 +141,29 @@ def plan_memory(
     if device.type == "cpu" and options.gpu_memory_utilization is not None:
         what, expected = "a CPU has no GPU memory", "a GPU, or --kv-cache-memory"
         raise ConfigError(what, where="--gpu-memory-utilization", expected=expected, found="device cpu")
-    loaded, page = step_bytes is not None, page_bytes(model.cache_specs, model.kv_dtype)
-    options = with_fitting_sequences(model, length, device, options, loaded=loaded)
-    state = state_bytes(model.cache_specs)
-    full = options.max_num_seqs * -(-length // PAGE_SIZE)
-    asked = None if options.kv_bytes is None else min(_pages_in(options.kv_bytes, page), full)
-    free, others = free_memory(device), held_by_others(device)
+    on_cpu, loaded = device.type == "cpu", step_bytes is not None
+    page, state = page_bytes(model.cache_specs, model.kv_dtype), state_bytes(model.cache_specs)
     weights, each = model.weight_bytes(model.dtype), model.rope_bytes(length)
     tables = sum(each)
-    if loaded:
-        free += weights + tables
-    elif device.type == "cpu":
+    free, others = free_memory(device) + (weights + tables) * loaded, held_by_others(device)
+    budget = free if on_cpu else int(free * (options.gpu_memory_utilization or GPU_MEMORY_UTILIZATION))
+    options = _with_fitting_sequences(options, state, budget - weights - tables, on_cpu)
+    full = options.max_num_seqs * -(-length // PAGE_SIZE)
+    asked = None if options.kv_bytes is None else min(_pages_in(options.kv_bytes, page), full)
+    if on_cpu and not loaded:
         tables += 3 * max(each, default=0)  # while a table is computed, there are temporary tensors
     other = tables + options.max_num_seqs * state
     fixed = weights + other
-    if device.type == "cpu":
+    candidates = (MAX_NUM_BATCHED_TOKENS["cpu"],) if on_cpu else NUM_BATCHED_TOKENS
+    if on_cpu:
         budget = free if asked is not None else min(free, fixed + int(max(0, free - fixed) * CPU_SHARE))
-        candidates: tuple[int, ...] = (MAX_NUM_BATCHED_TOKENS["cpu"],)
-    else:
-        budget, candidates = int(free * (options.gpu_memory_utilization or GPU_MEMORY_UTILIZATION)), NUM_BATCHED_TOKENS
-        step_bytes = step_bytes or (lambda tokens: estimate_step(model, length, tokens, options))
     if options.max_num_batched_tokens is not None:
         candidates = (options.max_num_batched_tokens,)
-    step, pages, snapshots = 0, 0, 0
+    estimate = partial(estimate_step, model, cuda_graphs=options.cuda_graphs)
+    step, pages, snapshots, (drafts, history) = 0, 0, 0, options.drafts
     for tokens in candidates:
-        needed = 0 if device.type == "cpu" or step_bytes is None else step_bytes(tokens)
+        limits = EngineLimits(length, options.max_num_seqs, tokens, max_drafts=drafts, keeps_history=history)
+        needed = 0 if on_cpu else (step_bytes or estimate)(limits)
         if needed is None:
             continue
         step, room = needed, budget - fixed - needed
@@ -183,26 +180,15 @@ def plan_memory(
     )  # fmt: skip
 
 
-def with_fitting_sequences(
-    model: Model, length: int, device: torch.device | AbsentGPU, options: LoadOptions, *, loaded: bool
-) -> LoadOptions:
+def _with_fitting_sequences(options: LoadOptions, state: int, room: int, on_cpu: bool) -> LoadOptions:
     """The options with fewer sequences if their states would take more than STATE_SHARE of the memory for states and KV pages, or
-    more than the requested pages leave. At least one.
-
-    Args:
-        loaded: whether the weights and the rope tables are in memory already.
+    more than the requested pages leave. At least one. `room`: what the weights and the rope tables leave.
     """
-    state = state_bytes(model.cache_specs)
     if not state:
         return options
-    weights = model.weight_bytes(model.dtype) + sum(model.rope_bytes(length))
-    free = free_memory(device) + weights * loaded
-    share = 1.0 if device.type == "cpu" else options.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
-    room = int(free * share) - weights - (options.snapshot_bytes or 0)
-    if options.kv_bytes is not None:
-        room -= options.kv_bytes
-    else:
-        room = int(room * STATE_SHARE * (CPU_SHARE if device.type == "cpu" else 1))
+    room -= options.snapshot_bytes or 0
+    share = STATE_SHARE * (CPU_SHARE if on_cpu else 1)
+    room = int(room * share) if options.kv_bytes is None else room - options.kv_bytes
     return replace(options, max_num_seqs=max(1, min(options.max_num_seqs, room // state)))
 
 
@@ -244,20 +230,18 @@ def measured_plan(model: Model, options: LoadOptions) -> MemoryPlan:
         length = asked
     graphs = options.cuda_graphs and device.type == "cuda" and model.capturable
 
-    def step_bytes(tokens: int) -> int | None:
+    def step_bytes(limits: EngineLimits) -> int | None:
         from minirt.engine.runner import measure_step_bytes
 
-        return measure_step_bytes(model, _limits(options, length, tokens), cuda_graphs=graphs)
+        return measure_step_bytes(model, limits, cuda_graphs=graphs)
 
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading left to PyTorch's allocator counts as free
-    seqs, options = options.max_num_seqs, with_fitting_sequences(model, length, device, options, loaded=True)
-    if options.max_num_seqs < seqs:
-        each = format_size(state_bytes(model.cache_specs))
-        what = f"{options.max_num_seqs} instead of {seqs} sequences run at once (--max-num-seqs)"
-        why = f"each keeps a state of {each}, and the free memory has no room for more"
-        warn(f"{what}: {why}", RuntimeWarning)
     plan = plan_memory(model, length, device, options, step_bytes=step_bytes)
+    if plan.max_num_seqs < (seqs := options.max_num_seqs):
+        what = f"{plan.max_num_seqs} instead of {seqs} sequences run at once (--max-num-seqs)"
+        why = f"each keeps a state of {format_size(plan.state)}, and the free memory has no room for more"
+        warn(f"{what}: {why}", RuntimeWarning)
     if plan.page and plan.pages < 1:
         raise does_not_fit(plan, str(device), "use a smaller model, or free memory")
     if plan.only_context_is_short:
@@ -290,7 +274,7 @@ def sequences_that_fit(fits: Callable[[int], bool], most: int) -> int | None:
 def _holds(plan: MemoryPlan, model: Model, length: int, options: LoadOptions) -> bool:
     """Whether all `length` positions fit with other options, if steps take as much as in `plan`."""
     options = replace(options, max_num_batched_tokens=plan.max_num_batched_tokens)
-    return plan_memory(model, length, model.device, options, step_bytes=lambda tokens: plan.step).context == length
+    return plan_memory(model, length, model.device, options, step_bytes=lambda limits: plan.step).context == length
 
 
 def does_not_fit(plan: MemoryPlan, device: str, hint: str) -> OutOfMemoryError:
@@ -316,17 +300,16 @@ def context_is_short(plan: MemoryPlan) -> str:
     return f"a context of {plan.asked:,} tokens needs {needed} of KV cache, which has room for {room}, {plan.context:,} tokens"
 
 
-def estimate_step(model: Model, length: int, tokens: int, options: LoadOptions) -> int:
+def estimate_step(model: Model, limits: EngineLimits, cuda_graphs: bool) -> int:
     """An estimate of the bytes that steps need on a GPU beside weights and KV pages; see `measure_step_bytes`."""
-    config, size, limits = model.config, model.dtype.itemsize, _limits(options, length, tokens)
+    config, size, length, tokens = model.config, model.dtype.itemsize, limits.max_model_len, limits.max_num_batched_tokens
     rows = limits.max_logits_rows if limits.max_drafts else limits.max_num_seqs
-    widest = max(layer.activation_values for layer in model.layers)
-    row = (2 * config.hidden_size + widest) * size
+    row = (2 * config.hidden_size + max(layer.activation_values for layer in model.layers)) * size
     logits = rows * config.vocab_size * 4
     slot = slot_bytes(config.vocab_size, length) + 4 * (-(-length // PAGE_SIZE) + limits.keeps_history * length)
     processed = min(rows, PROCESSED_ROWS) * config.vocab_size * 4
     total = tokens * row + 3 * logits + processed + limits.max_num_seqs * slot
-    if options.cuda_graphs:
+    if cuda_graphs:
         total += min(tokens, 2048) * row
     if model.draft_model is not None:  # the hidden states that it continues from
         total += tokens * config.hidden_size * size
@@ -345,17 +328,9 @@ def out_of_memory_while(what: str, device: torch.device) -> Iterator[None]:
         raise OutOfMemoryError(f"no memory left while {what}", where=str(device), found=line, hint=hint) from error
 
 
-def _limits(options: LoadOptions, length: int, tokens: int) -> EngineLimits:
-    """Limits of an engine with sequences of `length` tokens and steps of `tokens`, as far as they decide what it takes."""
-    drafts, history = options.drafts
-    return EngineLimits(length, options.max_num_seqs, tokens, max_drafts=drafts, keeps_history=history)
-
-
 def _pages_in(memory: int, page: int) -> int:
     page = max(page, 1)
-    if type(memory) is not int or memory < page:
-        what = "too small" if type(memory) is int else "not a number of bytes, nor a text such as '4GiB'"
-        size = format_size(memory) if type(memory) is int and memory > 0 else repr(memory)
+    if memory < page:
         expected = f"{format_size(page, up=True)} (one page) or more"
-        raise ConfigError(what, where="--kv-cache-memory", expected=expected, found=size)
+        raise ConfigError("too small", where="--kv-cache-memory", expected=expected, found=format_size(memory))
     return memory // page

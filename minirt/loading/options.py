@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 EMBEDDED = "embedded"  # the name of the model that is part of the package
 OF_GENERATE = {name: f"generate takes {hint}" for name, hint in OF_SAMPLING.items()}
-MAX_STEP_MS = 60.0
-_MOST = 1 << 20  # sequences and tokens of a step: kernels count them in 32 bits
-_COUNT = Integer(1, _MOST, text=f"an integer from 1 to {_MOST}")
+_COUNT = Integer(1, 1 << 20, text=f"an integer from 1 to {1 << 20}")  # sequences and tokens of a step: kernels have 32 bits
 
 
 def _size(least: int | None) -> Callable[..., int]:
@@ -126,7 +124,7 @@ class LoadOptions(Settings):
         "quarter of the memory for them and KV pages, at most four states for each sequence.", kind="size", check=_size(0),
         scope="memory", engine=True, details="Never more than `kv_cache_memory` leaves.")
     max_step_ms: float = setting(
-        "On a GPU: milliseconds that a step may spend on prompts while other requests decode; 0: no limit.", MAX_STEP_MS,
+        "On a GPU: milliseconds that a step may spend on prompts while other requests decode; 0: no limit.", 60.0,
         check=Number(0, text="milliseconds, or 0 for any time"), scope="load", engine=True,
         details="Longer prompts are computed in more steps. Warm-up measures the times of steps: without it, no effect.")
     max_waiting: int | None = setting(

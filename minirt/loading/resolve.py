@@ -1,11 +1,9 @@
 """What `LoadOptions` mean for a model on a device: its dtypes, and the number of positions to serve."""
 
-from collections.abc import Sequence
-
 import torch
 
 from minirt.errors import ConfigError, UnsupportedError
-from minirt.modeling.config import ModelConfig
+from minirt.modeling.config import DTYPES, ModelConfig
 from minirt.modeling.formats import FP8
 from minirt.wording import warn
 
@@ -17,27 +15,24 @@ _DTYPE_NAMES = {
 
 def pick_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:
     """"auto" → the checkpoint's dtype on a GPU, float32 on a CPU, where 16-bit arithmetic is slow."""
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if dtype == "auto":
-        return known[config.dtype] if device.type == "cuda" else torch.float32
-    if dtype not in known:
-        raise _unknown_dtype(dtype, "--dtype", ("auto", *known))
-    return known[dtype]
-
-
-def _unknown_dtype(dtype: object, place: str, known: Sequence[str]) -> ConfigError:
-    """The error for a dtype that is not known by this name, with the name that it has here."""
-    name = _DTYPE_NAMES.get(str(dtype).removeprefix("torch."), str(dtype).removeprefix("torch."))
-    hint = f"did you mean {name}?" if name in known else None
-    expected = f"{', '.join(known[:-1])} or {known[-1]}"
-    return ConfigError("unknown dtype", where=place, expected=expected, found=dtype, hint=hint)
+    known = {name: getattr(torch, name) for name in DTYPES}
+    auto = known[config.dtype] if device.type == "cuda" else torch.float32
+    return _known(dtype, "--dtype", {"auto": auto, **known})
 
 
 def pick_kv_dtype(dtype: str, model: torch.dtype) -> torch.dtype:
     """"auto" → the model's dtype; "fp8" → e4m3 with a scale for each token and head."""
-    if dtype not in ("auto", "fp8"):
-        raise _unknown_dtype(dtype, "--kv-cache-dtype", ("auto", "fp8"))
-    return FP8 if dtype == "fp8" else model
+    return _known(dtype, "--kv-cache-dtype", {"auto": model, "fp8": FP8})
+
+
+def _known(dtype: str, place: str, known: dict[str, torch.dtype]) -> torch.dtype:
+    if dtype in known:
+        return known[dtype]
+    plain = str(dtype).removeprefix("torch.")
+    name = _DTYPE_NAMES.get(plain, plain)
+    *names, last = known
+    hint = f"did you mean {name}?" if name in known else None
+    raise ConfigError("unknown dtype", where=place, expected=f"{', '.join(names)} or {last}", found=dtype, hint=hint)
 
 
 def longest_length(config: ModelConfig) -> int:

@@ -16,16 +16,17 @@ _BOTH = "keep one form: remove the others from the files, and from the index"
 _QUANTIZED = "load the unquantized checkpoint, with --quantize fp8, or one that stores quantized experts one by one"
 
 
-def fuse_experts(layers: Iterable[Layer], entries: Mapping[str, Entry]) -> None:
+def fuse_experts(layers: Iterable[Layer], entries: Mapping[str, Entry] | None) -> None:
     """Set the parameters whose checkpoint tensors are fused to that form.
 
     Args:
         layers: those of the model, before it is allocated.
-        entries: the headers of the checkpoint's files.
+        entries: the headers of the checkpoint's files; None: there are none, and nothing is set.
     Raises:
         CheckpointError: a layer has fused tensors, and tensors of single experts.
         UnsupportedError: a fused tensor is quantized, or has a scale or a bias beside it.
     """
+    entries = entries or {}
     names = sorted(entries)
     for layer in layers:
         fusible = [(parameter, parameter.fused_tensor) for parameter in layer.parameters() if parameter.fused_tensor]

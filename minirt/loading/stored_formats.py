@@ -10,42 +10,31 @@ from dataclasses import dataclass, replace
 from minirt.errors import CheckpointError, ConfigError, UnsupportedError
 from minirt.layers import Layer
 from minirt.loading.checkpoint import MAX_SHOWN, Entry, attention_scales, some_names
-from minirt.modeling.formats import (
-    E4M3,
-    FLOATS,
-    INT32,
-    FormatChoice,
-    LinearFormat,
-    StoredFp8,
-    StoredFp8Blocks,
-    StoredInt4,
-)
+from minirt.modeling import formats
+from minirt.modeling.formats import E4M3, FLOATS, INT32, LinearFormat
 from minirt.modeling.parameters import Parameter
 from minirt.modeling.quantization_config import INT4_LAYOUTS, LOAD_UNQUANTIZED, Int4Scheme, QuantizationConfig, Scheme
 from minirt.wording import warn
 
-_SCALES = ("weight_scale", "weight_scale_inv")
+_SCALES = ("weight_scale", "weight_scale_inv", "scales")
 _PACKED = tuple(dict.fromkeys(layout.value_name for layout in INT4_LAYOUTS.values()))  # the weights of 4 bits
 _INT4_TENSORS = (*_PACKED, *(layout.zero_name for layout in INT4_LAYOUTS.values()))
 _INPUT_SCALES = ("input_scale", "activation_scale")  # the second is transformers' name
 # Ends of tensor names that only these formats have.
 _FOREIGN = {
-    "qweight": "AWQ or GPTQ weights",
-    "qzeros": "AWQ or GPTQ weights",
-    "weight_packed": "4-bit weights of compressed-tensors",
-    "weight_scale_2": "NVFP4 weights",
-    "weight_global_scale": "NVFP4 weights",
-    "weight_zero_point": "weights with zero points",
-    "weight_g_idx": "weights whose groups are columns in the order of their activations",
-    "SCB": "8-bit weights of bitsandbytes",
-    "absmax": "4-bit weights of bitsandbytes",
-    "quant_map": "4-bit weights of bitsandbytes",
-    "bitmask": "sparse weights",
-}
+    name: what
+    for what, names in {
+        "AWQ or GPTQ weights": "qweight qzeros", "4-bit weights of compressed-tensors": "weight_packed",
+        "NVFP4 weights": "weight_scale_2 weight_global_scale", "weights with zero points": "weight_zero_point",
+        "weights whose groups are columns in the order of their activations": "weight_g_idx",
+        "8-bit weights of bitsandbytes": "SCB", "4-bit weights of bitsandbytes": "absmax quant_map", "sparse weights": "bitmask",
+    }.items()
+    for name in names.split()
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
-class StoredFormats(FormatChoice):
+class StoredFormats(formats.FormatChoice):
     """The formats found in a checkpoint, by the checkpoint prefix of each quantized linear."""
 
     formats: Mapping[str, LinearFormat]
@@ -148,9 +137,9 @@ class _Search:
     def format(self, module: str, scheme: Scheme | Int4Scheme) -> LinearFormat:
         """The format of a quantized linear."""
         if isinstance(scheme, Int4Scheme):
-            return StoredInt4(scheme, scheme.layout == "gptq" and (scheme.ordered or f"{module}.g_idx" in self.entries))
+            return formats.StoredInt4(scheme, scheme.layout == "gptq" and (scheme.ordered or f"{module}.g_idx" in self.entries))
         name = scheme.scale_name
-        return StoredFp8Blocks(name) if scheme.scales == "block" else StoredFp8(scheme.scales == "tensor", name)
+        return formats.StoredFp8Blocks(name) if scheme.scales == "block" else formats.StoredFp8(scheme.scales == "tensor", name)
 
     def names(self, module: str, *ends: str) -> list[str]:
         """Which of these ends of names the tensors of a linear have."""
@@ -162,10 +151,9 @@ class _Search:
         silent = self.stated is not None and module in self.stated.silent
         if not self.seen:
             return None if silent else said
-        if self.names(module, *_PACKED):
-            return self.packed(module, said)
-        weight, scales = self.entries.get(f"{module}.weight"), self.names(module, *_SCALES)
-        if weight is None or weight.dtype in FLOATS:
+        names, scales = self.names(module, "weight", *_PACKED), self.names(module, *_SCALES)
+        weight = self.entries[f"{module}.{names[-1]}"] if names else None
+        if weight is None or (names == ["weight"] and weight.dtype in FLOATS):
             if scales:
                 dtype = "no weight" if weight is None else f"a weight of dtype {weight.dtype}"
                 place = self.entries[f"{module}.{scales[0]}"].place
@@ -175,23 +163,33 @@ class _Search:
             if said is not None and not silent:
                 self.unlisted.append(module)
             return None
-        if weight.dtype != E4M3:
+        if len(names) > 1:
+            raise CheckpointError("the weight is stored twice", where=weight.place, found=", ".join(names))
+        four_bits = names[0] in _PACKED
+        if weight.dtype != E4M3 and not four_bits:
             expected, hint = " or ".join((*FLOATS, E4M3) if self.stated else FLOATS), LOAD_UNQUANTIZED
             raise CheckpointError("wrong dtype", where=weight.place, expected=expected, found=weight.dtype, hint=hint)
-        if self.stated is None:
+        if self.stated is None:  # weights of 4 bits are refused before
             what, expected = "the weight is FP8, but config.json states no quantization", "a quantization_config"
             hint = "its numbers have a meaning only with their scales"
             raise CheckpointError(what, where=weight.place, expected=expected, hint=hint)
+        layout = said.tensors if isinstance(said, Int4Scheme) else said
         if not scales:
-            raise _no_scale(weight, module, said.scale_name if said else _SCALES[0])
-        if said is None:
-            what, hint = "the weight is quantized, but config.json says it is not", f"correct {self.stated.field}"
-            raise ConfigError(what, where=weight.place, found=weight.dtype, hint=hint)
+            what, name = "the quantized weight has no scale", layout.scale_name if layout else _SCALES[0]
+            hint = "the checkpoint is incomplete"
+            raise CheckpointError(what, where=weight.place, expected=f"{module}.{name}", hint=hint)
+        if said is None or layout is None:
+            what = f"the weight {'has 4 bits' if four_bits else 'is quantized'}, but config.json says it is not"
+            raise ConfigError(what, where=weight.place, found=weight.dtype, hint=f"correct {self.stated.field}")
         if isinstance(said, Scheme) and said.scales == "tensor" and self.stated.method == "fp8" and len(scales) == 1:
-            said = replace(said, scale_name=scales[0])  # vLLM's and transformers' names of it
-        if isinstance(said, Int4Scheme) or scales != [said.scale_name]:
-            what, expected = "the scale is not that of the stated format", f"{said.scale_name} ({said})"
-            raise CheckpointError(what, where=weight.place, expected=expected, found=", ".join(scales))
+            said = layout = replace(said, scale_name=scales[0])  # vLLM's and transformers' names of it
+        for what, name, stored in (("weight", layout.value_name, names), ("scale", layout.scale_name, scales)):
+            if stored != [name]:
+                what, expected = f"the {what} is not that of the stated format", f"{name} ({said})"
+                raise CheckpointError(what, where=weight.place, expected=expected, found=", ".join(stored))
+        packed = said.tensors if isinstance(said, Int4Scheme) and said.symmetric else None
+        if packed and not packed.symmetric_zeros and (zeros := self.entries.get(f"{module}.{packed.zero_name}")):
+            raise CheckpointError("zero points of symmetric weights", where=zeros.place, expected="none", found="a tensor")
         return said
 
     def stored_name(self, module: str) -> str | None:
@@ -200,34 +198,13 @@ class _Search:
         stored = self.entries[f"{module}.{weights[0]}"].stored_name if weights else None
         return stored and stored.rpartition(".")[0]
 
-    def packed(self, module: str, said: Scheme | Int4Scheme | None) -> Int4Scheme:
-        """The scheme of a linear with 4-bit weights."""
-        names = self.names(module, "weight", *_PACKED)
-        weight = self.entries[f"{module}.{names[-1]}"]
-        if len(names) > 1:
-            raise CheckpointError("the weight is stored twice", where=weight.place, found=", ".join(names))
-        if said is None:
-            says, field = "states no quantization", "quantization_config"
-            if self.stated:
-                says, field = "says it is not quantized", self.stated.field
-            raise ConfigError(f"the weight has 4 bits, but config.json {says}", where=weight.place, hint=f"correct {field}")
-        if not isinstance(said, Int4Scheme) or said.value_name != names[0]:
-            what, expected = "the weight is not that of the stated format", f"{said.value_name} ({said})"
-            raise CheckpointError(what, where=weight.place, expected=expected, found=names[0])
-        if not self.names(module, said.scale_name):
-            raise _no_scale(weight, module, said.scale_name)
-        zeros = self.entries.get(f"{module}.{said.tensors.zero_name}")
-        if zeros is not None and said.symmetric and not said.tensors.symmetric_zeros:
-            raise CheckpointError("zero points of symmetric weights", where=zeros.place, expected="none", found="a tensor")
-        return said
-
     def refuse_quantized(self, specs: Iterable[Sequence]) -> None:
         """Refuse quantized tensors where no layer can compute with them: the embedding, norms."""
         for name, *_ in specs:
             module = name.rpartition(".")[0]
             weights = [name, *(f"{module}.{end}" for end in ("weight", *_PACKED))]
             entry = next((self.entries[weight] for weight in weights if weight in self.entries), None)
-            scales = self.names(module, *_SCALES, "scales")
+            scales = self.names(module, *_SCALES)
             if entry is not None and (entry.dtype in (E4M3, INT32) or scales):
                 what, stored = "this weight cannot be quantized", " with ".join((entry.dtype, *scales))
                 expected = f"{' or '.join(FLOATS)}, without scales"
@@ -246,11 +223,6 @@ class _Search:
         used = {name for name, *_ in parameter.expected()}
         names = [f"{module}.bias" for module in parameter.modules if module in quantized]
         return [name for name in names if name in self.entries and name not in used]
-
-
-def _no_scale(weight: Entry, module: str, name: str) -> CheckpointError:
-    what, hint = "the quantized weight has no scale", "the checkpoint is incomplete"
-    return CheckpointError(what, where=weight.place, expected=f"{module}.{name}", hint=hint)
 
 
 def _refuse_foreign(entries: Mapping[str, Entry], stated: QuantizationConfig | None) -> None:

@@ -19,14 +19,14 @@ ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
 }  # fmt: skip
 # The keys that each rope type accepts besides _ROPE_COMMON.
-ROPE_KEYS: dict[str, frozenset[str]] = {
-    "default": frozenset(),
-    "dynamic": frozenset({"factor"}),
-    "linear": frozenset({"factor"}),
-    "longrope": frozenset({"factor", "short_factor", "long_factor", "attention_factor"}),
-    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
-    "yarn": frozenset({"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
-}
+ROPE_KEYS = {
+    kind: frozenset(keys.split())
+    for kind, keys in {
+        "default": "", "dynamic": "factor", "linear": "factor", "longrope": "factor short_factor long_factor attention_factor",
+        "llama3": "factor low_freq_factor high_freq_factor",
+        "yarn": "factor attention_factor beta_fast beta_slow mscale mscale_all_dim truncate",
+    }.items()
+}  # fmt: skip
 _ORIGINAL = "original_max_position_embeddings"
 # Keys that every rope type accepts. Where they are in no formula, they record how the model was trained.
 _ROPE_COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned", _ORIGINAL})
@@ -34,11 +34,24 @@ _ROPE_COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_fac
 MROPE_KEYS = frozenset({"mrope_section", "mrope_interleaved"})
 # Keys of other runtimes' formulas, with the value that changes nothing.
 _ROPE_NEUTRAL = {"factor": 1, "attn_factor": 1, "extrapolation_factor": 1, "llama_4_scaling_beta": 0}
-# Bounds far above any existing model. They turn a damaged file into an error instead of a huge allocation.
-MAX_HIDDEN, MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM = 65536, 1024, 1024, 1024
-MAX_INTERMEDIATE, MAX_VOCAB, MAX_POSITIONS = 1 << 20, 4 << 20, 16 << 20
-MAX_EXPERTS = 1024
-MAX_THETA, MAX_FACTOR = 1e15, 1e6
+MAX_HEAD_DIM, MAX_VOCAB, MAX_POSITIONS = 1024, 4 << 20, 16 << 20
+# Names of fields → their least and greatest values. The bounds lie far above any existing model: a damaged file gives an error
+# instead of a huge allocation. Null, where a field may be null, is no value.
+_BOUNDS: dict[str, tuple[float, float]] = {
+    "hidden_size": (1, 65536),
+    "intermediate_size moe_intermediate_size shared_expert_intermediate_size mtp_intermediate_size": (1, 1 << 20),
+    "num_hidden_layers decoder_sparse_step full_attention_interval no_rope_layer_interval": (1, 1024),
+    "max_window_layers mlp_only_layers mtp_num_hidden_layers": (0, 1024),
+    "num_attention_heads num_key_value_heads linear_num_key_heads linear_num_value_heads": (1, 1024),
+    "head_dim linear_key_head_dim linear_value_head_dim": (1, MAX_HEAD_DIM),
+    "num_experts num_local_experts": (1, 1024), "vocab_size": (1, MAX_VOCAB), "pad_token_id": (-1, MAX_VOCAB),
+    f"max_position_embeddings {_ORIGINAL} sliding_window": (1, MAX_POSITIONS),
+    "rms_norm_eps": (1e-20, 0.1), "rope_theta": (1.001, 1e15), "factor": (1, 1e6),
+    "mscale mscale_all_dim llama_4_scaling_beta": (0, 1e6),
+    "attention_factor beta_fast beta_slow low_freq_factor high_freq_factor short_factor long_factor": (1e-6, 1e6),
+    "partial_rotary_factor no_rope_layers": (0, 1),
+}  # fmt: skip
+BOUNDS = {name: bounds for names, bounds in _BOUNDS.items() for name in names.split()}
 
 
 @dataclass(frozen=True)
@@ -129,6 +142,11 @@ class GatedDeltaNetConfig:
     layers: frozenset[int]
     grouped: bool = False
 
+    @property
+    def state_values(self) -> int:
+        """Values of the matrices of all heads of a layer."""
+        return self.num_v_heads * self.head_k_dim * self.head_v_dim
+
 
 @dataclass(frozen=True)
 class MoEConfig:
@@ -181,12 +199,12 @@ class ModelConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     hidden_act: str  # "silu", "gelu" (erf) or "gelu_tanh"
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
     dtype: str  # the checkpoint's dtype, one of DTYPES
     rope: RopeConfig
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
     moe: MoEConfig | None = None  # None: every MLP is dense
     # Tokens that some layers attend to; None: all. No layer of `decoder_layers` has a window, so longer sequences are refused.
     sliding_window: int | None = None
@@ -274,6 +292,10 @@ class Fields:
         """Other content at the same place."""
         return Fields(raw, self.file, self.prefix, self.outer, self.read)
 
+    def has_read(self, name: str) -> bool:
+        """Whether a field has been looked at."""
+        return self._path(name) in self.read
+
     def place(self, name: str) -> str:
         """The name of a field in error messages."""
         return f"{self.file}, field {self._path(name)}"
@@ -299,40 +321,30 @@ class Fields:
     def _path(self, name: str) -> str:
         return f"{'' if name in self.outer else self.prefix}{name}"
 
-    def integer(self, name: str, *, default: int = _REQUIRED, minimum: int = 1, maximum: int) -> int:
-        value = self.raw.get(name, default)
-        if type(value) is not int or not minimum <= value <= maximum:
-            self._refuse(name, f"an integer from {minimum} to {maximum}", value)
-        return value
+    def integer(self, name: str, *, default: Any = _REQUIRED, **bounds: float) -> int:
+        """An integer. `bounds`: `minimum` and `maximum`, if they are not those of `BOUNDS`; the minimum of other fields is 1."""
+        least, most = _bounds(name, **bounds)
+        return self._read(name, default, f"an integer from {least} to {most}", lambda value: _within(value, least, most, int))
 
-    def integer_or_none(self, name: str, *, default: int | None = None, minimum: int = 1, maximum: int) -> int | None:
+    def integer_or_none(self, name: str, *, default: int | None = None, **bounds: float) -> int | None:
         """Like `integer`, but the field may be null and `default` may be None."""
-        if self.raw.get(name, default) is None:
-            return None
-        return self.integer(name, default=_REQUIRED if default is None else default, minimum=minimum, maximum=maximum)
+        return None if self.raw.get(name, default) is None else self.integer(name, default=default, **bounds)
 
-    def number(self, name: str, *, default: float = _REQUIRED, minimum: float, maximum: float) -> float:
-        """A finite float. JSON integers are accepted; NaN and infinities are not."""
-        value = self.raw.get(name, default)
-        if type(value) not in (int, float) or not minimum <= value <= maximum:  # false for NaN
-            self._refuse(name, f"a number from {minimum:g} to {maximum:g}", value)
-        return float(value)
+    def number(self, name: str, *, default: float = _REQUIRED) -> float:
+        """A finite float, with the bounds of `BOUNDS`. JSON integers are accepted; NaN and infinities are not."""
+        least, most = BOUNDS[name]
+        expected = f"a number from {least:g} to {most:g}"
+        return float(self._read(name, default, expected, lambda value: _within(value, least, most, int, float)))
 
-    def number_or_none(self, name: str, *, minimum: float, maximum: float) -> float | None:
+    def number_or_none(self, name: str) -> float | None:
         """Like `number`, but the field may be null or absent."""
-        return None if self.raw.get(name) is None else self.number(name, minimum=minimum, maximum=maximum)
+        return None if self.raw.get(name) is None else self.number(name)
 
     def boolean(self, name: str, *, default: bool = _REQUIRED) -> bool:
-        value = self.raw.get(name, default)
-        if type(value) is not bool:
-            self._refuse(name, "true or false", value)
-        return value
+        return self._read(name, default, "true or false", lambda value: type(value) is bool)
 
     def string(self, name: str, *, default: str = _REQUIRED) -> str:
-        value = self.raw.get(name, default)
-        if type(value) is not str:
-            self._refuse(name, "a string", value)
-        return value
+        return self._read(name, default, "a string", lambda value: type(value) is str)
 
     def choice(self, name: str, known: Iterable[str], *, default: str = _REQUIRED) -> str:
         """One of the `known` strings. Any other string raises `UnsupportedError`."""
@@ -341,34 +353,28 @@ class Fields:
             raise self.unsupported(name, "not supported", " or ".join(known))
         return value
 
-    def integers_or_none(self, name: str, *, minimum: int, maximum: int) -> list[int] | None:
-        """A list of integers; the field may be null or absent."""
-        value = self.raw.get(name)
-        good = isinstance(value, list) and all(type(item) is int and minimum <= item <= maximum for item in value)
-        if value is not None and not good:
-            self._refuse(name, f"a list of integers from {minimum} to {maximum}", value)
-        return value
+    def integers_or_none(self, name: str, **bounds: float) -> list[int] | None:
+        """A list of integers, each with the bounds of `integer`; the field may be null or absent."""
+        least, most = _bounds(name, **bounds)
+        expected = f"a list of integers from {least} to {most}"
+        return self._read(name, None, expected, lambda value: value is None or _all(value, _within, least, most, int))
 
-    def numbers(self, name: str, *, count: int, minimum: float, maximum: float) -> tuple[float, ...]:
-        """A list of `count` finite numbers."""
-        value = self.raw.get(name, _REQUIRED)
-        good = isinstance(value, list) and all(type(x) in (int, float) and minimum <= x <= maximum for x in value)
-        if not good:
-            self._refuse(name, f"a list of {count} numbers from {minimum:g} to {maximum:g}", value)
+    def numbers(self, name: str, *, count: int) -> tuple[float, ...]:
+        """A list of `count` finite numbers, with the bounds of `BOUNDS`."""
+        least, most = BOUNDS[name]
+        expected = f"a list of {count} numbers from {least:g} to {most:g}"
+        value = self._read(name, _REQUIRED, expected, lambda value: _all(value, _within, least, most, int, float))
         self.check_count(name, value, count, "channel pair")
         return tuple(map(float, value))
+
+    def strings_or_none(self, name: str) -> list[str] | None:
+        """A list of strings; the field may be null or absent."""
+        return self._read(name, None, "a list of strings", lambda value: value is None or _all(value, isinstance, str))
 
     def check_count(self, name: str, value: Sequence[object], count: int, what: str) -> None:
         """Raise `ConfigError` unless a list has `count` entries: one for each `what`."""
         if len(value) != count:
             raise self.wrong(name, "the list has another length", f"{count}, one for each {what}", found=len(value))
-
-    def strings_or_none(self, name: str) -> list[str] | None:
-        """A list of strings; the field may be null or absent."""
-        value = self.raw.get(name)
-        if value is not None and not (isinstance(value, list) and all(type(item) is str for item in value)):
-            self._refuse(name, "a list of strings", value)
-        return value
 
     def nested(self, name: str) -> "Fields":
         """The fields of a nested object. Null or absent counts as an empty object."""
@@ -379,10 +385,26 @@ class Fields:
         """The error for a field that must be there."""
         return self.wrong(name, "the field is missing", expected, found=None)
 
-    def _refuse(self, name: str, expected: str, value: object) -> None:
+    def _read(self, name: str, default: Any, expected: str, accepts: Callable[[Any], bool]) -> Any:
+        value = self.raw.get(name, default)
         if value is _REQUIRED:
             raise self.missing(name, expected)
-        raise self.wrong(name, "the value is not acceptable", expected, found=shown(value))
+        if not accepts(value):
+            raise self.wrong(name, "the value is not acceptable", expected, found=shown(value))
+        return value
+
+
+def _bounds(name: str, minimum: float | None = None, maximum: Any = None) -> tuple[float, float]:
+    least, most = BOUNDS.get(name, (1, maximum))
+    return least if minimum is None else minimum, most if maximum is None else maximum
+
+
+def _within(value: Any, least: float, most: float, *types: type) -> bool:
+    return type(value) in types and least <= value <= most  # false for NaN
+
+
+def _all(value: Any, accepts: Callable[..., bool], *arguments: Any) -> bool:
+    return isinstance(value, list) and all(accepts(entry, *arguments) for entry in value)
 
 
 def same(value: object, other: object) -> bool:
@@ -403,7 +425,7 @@ def check_token_ids(raw: Mapping[str, Any], file: str, vocab_size: int) -> None:
     for token in ends if isinstance(ends, list) else [] if ends is None else [ends]:
         fields.over({"eos_token_id": token}).integer("eos_token_id", minimum=0, maximum=vocab_size - 1)
     fields.integer_or_none("bos_token_id", minimum=0, maximum=vocab_size - 1)
-    pad = fields.integer_or_none("pad_token_id", minimum=-1, maximum=MAX_VOCAB)
+    pad = fields.integer_or_none("pad_token_id")
     if pad is not None and pad > vocab_size:
         warn(f"{fields.place('pad_token_id')}: {pad} is outside the vocabulary of {vocab_size}")
 
@@ -437,8 +459,7 @@ def read_rope(
     """
     dialects = [fields.nested(name) for name in ("rope_scaling", "rope_parameters")]
     given = [rope for rope in dialects if rope.raw] or dialects[:1]
-    architecture = _Architecture(max_positions, head_dim, theta, partial, frozenset(keys))
-    ropes = [architecture.read(rope, fields) for rope in given]
+    ropes = [_read_dialect(rope, fields, max_positions, head_dim, theta, partial, frozenset(keys)) for rope in given]
     if ropes[0] != ropes[-1]:
         what = "rope_scaling and rope_parameters contradict each other"
         hint = "remove the wrong one; one without a rope_theta takes the top-level rope_theta"
@@ -446,113 +467,101 @@ def read_rope(
     return ropes[0]
 
 
-@dataclass(frozen=True)
-class _Architecture:
-    """What `read_rope` knows of the architecture; see there."""
-
-    max_positions: int
-    head_dim: int
-    theta: float
-    partial: bool
-    keys: frozenset[str]
-
-    def read(self, rope: Fields, fields: Fields) -> RopeConfig:
-        """Read the parameters of one dialect. `fields`: those of the top level."""
-        kinds = (*ROPE_KEYS, "mrope") if self.keys >= MROPE_KEYS else ROPE_KEYS
-        kind = rope.choice("rope_type" if "rope_type" in rope.raw else "type", kinds, default="default")
-        alike = ("default", "mrope") if "mrope" in kinds else (kind,)  # transformers writes both names for M-RoPE
-        if (other := rope.raw.get("type", kind)) != kind and not (kind in alike and other in alike):
-            raise rope.wrong("type", "type and rope_type contradict each other", kind)
-        kind = "default" if kind == "mrope" else kind
-        share = self._partial(rope, fields)
-        self._check_keys(kind, rope, int(self.head_dim * share))
-        level = _stated_once("rope_theta", rope, fields)
-        theta = level.number("rope_theta", default=self.theta, minimum=1.001, maximum=MAX_THETA)
-        original = rope.integer_or_none(_ORIGINAL, maximum=MAX_POSITIONS) or 0
-        config = RopeConfig(kind, theta, partial_rotary_factor=share)
-        if kind == "linear":
-            config = replace(config, factor=_factor(rope), original_max_position=original)
-        elif kind == "dynamic":  # _ORIGINAL is a record here, too
-            config = replace(config, factor=_factor(rope), original_max_position=self.max_positions)
-            if (channels := config.rotary_dim(self.head_dim)) < 4:
-                what = "dynamic rope needs at least two pairs of channels"
-                raise rope.wrong("rope_type", what, "4 rotated channels or more", found=channels)
-        elif kind != "default":  # as in transformers, max_position_embeddings is the default
-            level = _stated_once(_ORIGINAL, fields, rope)
-            original = level.integer(_ORIGINAL, default=self.max_positions, maximum=MAX_POSITIONS)
-            config = self._scaled(replace(config, original_max_position=original), rope)
-        if "llama_4_scaling_beta" in self.keys:
-            beta = rope.number("llama_4_scaling_beta", minimum=0, maximum=MAX_FACTOR)
-            if beta and not original:
-                raise rope.missing(_ORIGINAL, "a number of positions, for llama_4_scaling_beta")
-            original = config.original_max_position or original
-            config = replace(config, query_scaling_beta=beta, original_max_position=original)
-        return config
-
-    def _scaled(self, plain: RopeConfig, rope: Fields) -> RopeConfig:
-        """The parameters of llama3, yarn and longrope."""
-        original = plain.original_max_position
-        if plain.kind == "llama3":
-            low, high = (rope.number(f"{end}_freq_factor", minimum=1e-6, maximum=MAX_FACTOR) for end in ("low", "high"))
-            _check_order(rope, "high_freq_factor", low < high, f"more than low_freq_factor ({low:g})", high)
-            return replace(plain, factor=_factor(rope), low_freq_factor=low, high_freq_factor=high)
-        implied = self.max_positions / original  # transformers: yarn may have null as its factor, and longrope none
-        if plain.kind == "longrope":
-            factor = max(implied, 1.0) if rope.raw.get("factor") is None else _factor(rope)
-            pairs = plain.rotary_dim(self.head_dim) // 2
-            short, long = (
-                rope.numbers(name, count=pairs, minimum=1e-6, maximum=MAX_FACTOR) for name in ("short_factor", "long_factor")
-            )
-            attention = _positive(rope, "attention_factor")
-            if attention is None and factor > 1 and original < 2:
-                raise rope.wrong(_ORIGINAL, "its logarithm is 0", "at least 2, or an attention_factor", found=original)
-            if attention is None:
-                attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-            return replace(plain, factor=factor, short_factor=short, long_factor=long, attention_factor=attention)
-        unstated = rope.raw.get("factor", 0) is None and 1 <= implied <= MAX_FACTOR
-        factor = implied if unstated else _factor(rope)
-        fast, slow = _positive(rope, "beta_fast") or 32.0, _positive(rope, "beta_slow") or 1.0
-        _check_order(rope, "beta_fast", fast >= slow, f"beta_slow ({slow:g}) or more", fast)
-        attention, truncate = _yarn_attention_factor(rope, factor), rope.boolean("truncate", default=True)
-        return replace(plain, factor=factor, beta_fast=fast, beta_slow=slow, truncate=truncate, attention_factor=attention)
-
-    def _partial(self, rope: Fields, fields: Fields) -> float:
-        """The share of a head's channels that is rotated."""
-        level = _stated_once("partial_rotary_factor", rope, fields)
-        share = level.number_or_none("partial_rotary_factor", minimum=0, maximum=1)
-        if share in (None, 1.0):
-            return 1.0
-        name = "partial_rotary_factor"
-        if not self.partial:
-            hint = "an architecture that computes it passes partial_rotary=True to decoder_config"
-            raise level.unsupported(name, "partial rotary embedding is not supported", 1, hint=hint)
-        rotated = int(self.head_dim * share)
-        if rotated % 2 or not rotated:
-            what = f"rotary embedding rotates pairs of channels, and this is {rotated} of {self.head_dim}"
-            raise level.wrong(name, what, "an even number of channels")
-        return share
-
-    def _check_keys(self, kind: str, rope: Fields, rotary_dim: int) -> None:
-        """Refuse parameters of other types and architectures."""
-        known = ROPE_KEYS[kind] | _ROPE_COMMON | self.keys
-        for name, value in rope.raw.items():
-            neutral = type(value) in (int, float) and value == _ROPE_NEUTRAL.get(name)
-            if name not in known and value is not None and not neutral:
-                raise rope.unsupported(name, f"not a parameter of rope type {kind!r}")
-        if self.keys >= MROPE_KEYS:
-            rope.boolean("mrope_interleaved", default=False)
-            sections = rope.integers_or_none("mrope_section", minimum=0, maximum=rotary_dim)
-            if sections is not None and (len(sections) != 3 or 2 * sum(sections) != rotary_dim):
-                expected = f"three numbers of channel pairs with the sum {rotary_dim // 2}"
-                raise rope.wrong("mrope_section", "the sections do not fit", expected, found=sections)
+def _read_dialect(
+    rope: Fields, fields: Fields, max_positions: int, head_dim: int, theta: float, partial: bool, keys: frozenset[str]
+) -> RopeConfig:
+    """Read the parameters of one dialect. `fields`: those of the top level; the others: see `read_rope`."""
+    kinds = (*ROPE_KEYS, "mrope") if keys >= MROPE_KEYS else ROPE_KEYS
+    kind = rope.choice("rope_type" if "rope_type" in rope.raw else "type", kinds, default="default")
+    alike = ("default", "mrope") if "mrope" in kinds else (kind,)  # transformers writes both names for M-RoPE
+    if (other := rope.raw.get("type", kind)) != kind and not (kind in alike and other in alike):
+        raise rope.wrong("type", "type and rope_type contradict each other", kind)
+    kind = "default" if kind == "mrope" else kind
+    share = _rotated_share(rope, fields, head_dim, partial)
+    _check_keys(kind, rope, keys, int(head_dim * share))
+    level = _stated_once("rope_theta", rope, fields)
+    theta = level.number("rope_theta", default=theta)
+    original = rope.integer_or_none(_ORIGINAL) or 0
+    config = RopeConfig(kind, theta, partial_rotary_factor=share)
+    if kind == "linear":
+        config = replace(config, factor=rope.number("factor"), original_max_position=original)
+    elif kind == "dynamic":  # _ORIGINAL is a record here, too
+        config = replace(config, factor=rope.number("factor"), original_max_position=max_positions)
+        if (channels := config.rotary_dim(head_dim)) < 4:
+            what = "dynamic rope needs at least two pairs of channels"
+            raise rope.wrong("rope_type", what, "4 rotated channels or more", found=channels)
+    elif kind != "default":  # as in transformers, max_position_embeddings is the default
+        level = _stated_once(_ORIGINAL, fields, rope)
+        original = level.integer(_ORIGINAL, default=max_positions)
+        config = _scaled(replace(config, original_max_position=original), rope, max_positions, head_dim)
+    if "llama_4_scaling_beta" in keys:
+        beta = rope.number("llama_4_scaling_beta")
+        if beta and not original:
+            raise rope.missing(_ORIGINAL, "a number of positions, for llama_4_scaling_beta")
+        original = config.original_max_position or original
+        config = replace(config, query_scaling_beta=beta, original_max_position=original)
+    return config
 
 
-def _factor(rope: Fields) -> float:
-    return rope.number("factor", minimum=1, maximum=MAX_FACTOR)
+
+def _scaled(plain: RopeConfig, rope: Fields, max_positions: int, head_dim: int) -> RopeConfig:
+    """The parameters of llama3, yarn and longrope."""
+    original = plain.original_max_position
+    if plain.kind == "llama3":
+        low, high = (rope.number(f"{end}_freq_factor") for end in ("low", "high"))
+        _check_order(rope, "high_freq_factor", low < high, f"more than low_freq_factor ({low:g})", high)
+        return replace(plain, factor=rope.number("factor"), low_freq_factor=low, high_freq_factor=high)
+    implied = max_positions / original  # transformers: yarn may have null as its factor, and longrope none
+    if plain.kind == "longrope":
+        factor = max(implied, 1.0) if rope.raw.get("factor") is None else rope.number("factor")
+        pairs = plain.rotary_dim(head_dim) // 2
+        short, long = (rope.numbers(name, count=pairs) for name in ("short_factor", "long_factor"))
+        attention = rope.number_or_none("attention_factor")
+        if attention is None and factor > 1 and original < 2:
+            raise rope.wrong(_ORIGINAL, "its logarithm is 0", "at least 2, or an attention_factor", found=original)
+        if attention is None:
+            attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+        return replace(plain, factor=factor, short_factor=short, long_factor=long, attention_factor=attention)
+    unstated = rope.raw.get("factor", 0) is None and 1 <= implied <= BOUNDS["factor"][1]
+    factor = implied if unstated else rope.number("factor")
+    fast, slow = rope.number_or_none("beta_fast") or 32.0, rope.number_or_none("beta_slow") or 1.0
+    _check_order(rope, "beta_fast", fast >= slow, f"beta_slow ({slow:g}) or more", fast)
+    attention, truncate = _yarn_attention_factor(rope, factor), rope.boolean("truncate", default=True)
+    return replace(plain, factor=factor, beta_fast=fast, beta_slow=slow, truncate=truncate, attention_factor=attention)
 
 
-def _positive(rope: Fields, name: str) -> float | None:
-    return rope.number_or_none(name, minimum=1e-6, maximum=MAX_FACTOR)
+
+def _rotated_share(rope: Fields, fields: Fields, head_dim: int, partial: bool) -> float:
+    """The share of a head's channels that is rotated."""
+    level = _stated_once("partial_rotary_factor", rope, fields)
+    share = level.number_or_none("partial_rotary_factor")
+    if share in (None, 1.0):
+        return 1.0
+    name = "partial_rotary_factor"
+    if not partial:
+        hint = "an architecture that computes it passes partial_rotary=True to decoder_config"
+        raise level.unsupported(name, "partial rotary embedding is not supported", 1, hint=hint)
+    rotated = int(head_dim * share)
+    if rotated % 2 or not rotated:
+        what = f"rotary embedding rotates pairs of channels, and this is {rotated} of {head_dim}"
+        raise level.wrong(name, what, "an even number of channels")
+    return share
+
+
+
+def _check_keys(kind: str, rope: Fields, keys: frozenset[str], rotary_dim: int) -> None:
+    """Refuse parameters of other types and architectures."""
+    known = ROPE_KEYS[kind] | _ROPE_COMMON | keys
+    for name, value in rope.raw.items():
+        neutral = type(value) in (int, float) and value == _ROPE_NEUTRAL.get(name)
+        if name not in known and value is not None and not neutral:
+            raise rope.unsupported(name, f"not a parameter of rope type {kind!r}")
+    if keys >= MROPE_KEYS:
+        rope.boolean("mrope_interleaved", default=False)
+        sections = rope.integers_or_none("mrope_section", minimum=0, maximum=rotary_dim)
+        if sections is not None and (len(sections) != 3 or 2 * sum(sections) != rotary_dim):
+            expected = f"three numbers of channel pairs with the sum {rotary_dim // 2}"
+            raise rope.wrong("mrope_section", "the sections do not fit", expected, found=sections)
 
 
 def _stated_once(name: str, first: Fields, second: Fields) -> Fields:
@@ -572,8 +581,8 @@ def _check_order(rope: Fields, name: str, good: bool, expected: str, value: floa
 
 def _yarn_attention_factor(rope: Fields, factor: float) -> float:
     """The multiplier of cos and sin (YaRN, Peng et al. 2023, section 3.4): given, or computed as in transformers."""
-    mscale, mscale_all_dim = (rope.number_or_none(n, minimum=0, maximum=MAX_FACTOR) for n in ("mscale", "mscale_all_dim"))
-    if (given := _positive(rope, "attention_factor")) is not None:
+    mscale, mscale_all_dim = (rope.number_or_none(name) for name in ("mscale", "mscale_all_dim"))
+    if (given := rope.number_or_none("attention_factor")) is not None:
         return given
 
     def temperature(scale: float) -> float:

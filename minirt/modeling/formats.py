@@ -51,6 +51,14 @@ class TensorSpec(NamedTuple):
     pieces: bool = False
 
 
+class Kept(NamedTuple):
+    """What is kept of a packed linear: `weight` and `scale` of its format, and the numbers of rows of its parts."""
+
+    weight: Tensor
+    scale: Tensor
+    rows: Sequence[int]
+
+
 @dataclass(frozen=True)
 class LinearFormat(ABC):
     """How the weights of a packed linear are stored in a checkpoint and kept in memory.
@@ -59,19 +67,14 @@ class LinearFormat(ABC):
 
     Attributes:
         name: as the plan shows it. Formats with one name have the same memory and the same kernels.
-        no_triton: why no Triton kernel computes it; None: the kernels do.
-        capability: the lowest compute capability of its kernels.
+        capability: the lowest compute capability of its kernels; infinity: no Triton kernel computes it.
         rounds_activations: whether steps of several tokens round activations to e4m3.
-        quantizes: whether the checkpoint has weights of 16 or 32 bits, which `store_rows` quantizes, also a piece of a tensor.
-            Otherwise `load` places what is stored.
         chunk: weights that are quantized or repacked at a time.
     """
 
     name: ClassVar[str]
-    no_triton: ClassVar[str | None] = None
     capability: ClassVar[float] = 8.9
     rounds_activations: ClassVar[bool] = True
-    quantizes: ClassVar[bool] = False
     chunk: ClassVar[int] = CHUNK
 
     def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
@@ -92,19 +95,16 @@ class LinearFormat(ABC):
         `what`: the last component of its name."""
         return 0
 
-    def load(
-        self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int, first: int = 0
-    ) -> None:
+    def load(self, what: str, source: Tensor, kept: Kept, place: slice, first: int = 0) -> None:
         """Copy a checkpoint tensor of one part into its rows. The default quantizes weights of 16 or 32 bits.
 
         Args:
             what: the last component of the tensor's name, such as "weight".
             source: the tensor, on any device, already checked against `tensors`.
-            weight, scale: those of the packed linear.
-            part: which part, an index of `rows`.
+            place: the rows of the part.
             first: the first row of `source` within the part; other than 0 only if the tensor's spec has `pieces`.
         """
-        self.store_rows(source, weight, scale, rows, sum(rows[:part]) + first)
+        self.store_rows(source, kept.weight, kept.scale, kept.rows, place.start + first)
 
     @abstractmethod
     def quantize(self, source: Tensor, scale_rows: Tensor) -> Tensor:
@@ -137,8 +137,14 @@ class LinearFormat(ABC):
         return sum(rows) * K + 4 * torch.Size(self.scale_shape(rows, K)).numel()
 
 
-class _Fp8Rows(LinearFormat):
-    """e4m3 weights, one scale for each row."""
+@dataclass(frozen=True)
+class QuantizedToFp8(LinearFormat):
+    """`--fp8`: e4m3 with a scale for each row; 16- or 32-bit weights in the checkpoint, quantized while they are loaded.
+
+    The scale of a row is its largest magnitude divided by 448. Scales that minimize the error of the weights changed the error
+    of the outputs by only about 2%, because the error of e4m3 is relative to each value. Only methods that use the layer's
+    inputs could do better.
+    """
 
     name = "fp8"
 
@@ -160,29 +166,14 @@ class _Fp8Rows(LinearFormat):
             super().store(source, weight, scale, place, scales)
 
 
-@dataclass(frozen=True)
-class QuantizedToFp8(_Fp8Rows):
-    """`--fp8`: 16- or 32-bit weights in the checkpoint, quantized while they are loaded.
-
-    The scale of a row is its largest magnitude divided by 448. Scales that minimize the error of the weights changed the error
-    of the outputs by only about 2%, because the error of e4m3 is relative to each value. Only methods that use the layer's
-    inputs could do better.
-    """
-
-    quantizes = True
-
-
 class _Stored(LinearFormat):
     """Values in the checkpoint as they are kept, with a scale that `place_scale` keeps."""
 
-    def load(
-        self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int, first: int = 0
-    ) -> None:
-        start = sum(rows[:part])
+    def load(self, what: str, source: Tensor, kept: Kept, place: slice, first: int = 0) -> None:
         if what == "weight":
-            weight[start + first : start + first + source.shape[0]].copy_(source)
+            kept.weight[place.start + first :][: source.shape[0]].copy_(source)
         else:
-            self.place_scale(source, scale, rows, slice(start, start + rows[part]))
+            self.place_scale(source, kept.scale, kept.rows, place)
 
     @abstractmethod
     def place_scale(self, source: Tensor, scale: Tensor, rows: Sequence[int], place: slice) -> None:
@@ -190,7 +181,7 @@ class _Stored(LinearFormat):
 
 
 @dataclass(frozen=True)
-class StoredFp8(_Stored, _Fp8Rows):
+class StoredFp8(_Stored, QuantizedToFp8):
     """e4m3 weights in the checkpoint, with a scale for each row or, `per_tensor`, one for the whole weight.
 
     A scale for the whole weight is repeated for each of its rows. That gives the same numbers, and the parts of a packed linear
@@ -292,7 +283,6 @@ class QuantizedToInt4(_Int4):
     A scale and a zero point for each row and 128 columns, see `reference.quantize_int4`.
     """
 
-    quantizes = True
     chunk = CHUNK // 2  # needs 14 temporary bytes per weight
     group: int = INT4_CHUNK
 
@@ -340,17 +330,14 @@ class StoredInt4(_Int4):
         layout = self.scheme.tensors
         return None if what in (layout.shape_name, _INDICES) else int(layout.transposed)
 
-    def load(
-        self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int, first: int = 0
-    ) -> None:
-        layout, start = self.scheme.tensors, sum(rows[:part])
-        place = slice(start, start + rows[part])
+    def load(self, what: str, source: Tensor, kept: Kept, place: slice, first: int = 0) -> None:
+        layout, rows = self.scheme.tensors, place.stop - place.start
         if what == layout.value_name:
-            self._place_codes(source, weight, place)
+            self._place_codes(source, kept.weight, place)
         elif what == layout.scale_name:
-            self._place_scale(source.T if layout.transposed else source.reshape(rows[part], -1), scale[:, place])
+            self._place_scale(source.T if layout.transposed else source.reshape(rows, -1), kept.scale[:, place])
         elif what == layout.zero_name:
-            self._place_zero(self._values(source, by_rows=True)[: rows[part]] + self.scheme.zero_offset, scale[:, place])
+            self._place_zero(self._values(source, by_rows=True)[:rows] + self.scheme.zero_offset, kept.scale[:, place])
         elif what == _INDICES:
             K = source.shape[0]
             if not torch.equal(source.long(), torch.arange(K, device=source.device) // (self.scheme.group or K)):
@@ -440,7 +427,6 @@ class FormatChoice(ABC):
 
 
 _QUANTIZED: dict[str, LinearFormat] = {"fp8": QuantizedToFp8(), "int4": QuantizedToInt4()}
-QUANTIZATIONS = tuple(_QUANTIZED)  # what `--quantize` takes
 
 
 @dataclass(frozen=True)
@@ -466,11 +452,6 @@ class Quantization(FormatChoice):
             expected = "True, False or None"
             raise ConfigError("not an acceptable value", where="quantize_head", expected=expected, found=repr(self.head))
 
-    def covers_head(self, tied: bool) -> bool:
-        """Whether the LM head is quantized. `tied`: the head uses the embedding's weights."""
-        return self.format == "fp8" and not tied if self.head is None else self.head
-
     def format_of(self, modules: Sequence[str], *, head: bool, tied: bool) -> LinearFormat | None:
-        if not self.kept.isdisjoint(modules) or (head and not self.covers_head(tied)):
-            return None
-        return _QUANTIZED[self.format]
+        covers_head = self.format == "fp8" and not tied if self.head is None else self.head
+        return None if (head and not covers_head) or not self.kept.isdisjoint(modules) else _QUANTIZED[self.format]

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from minirt.device import AbsentGPU, on_device
 from minirt.errors import ConfigError, UnsupportedError
-from minirt.layers import BUILT_IN, Layer, LayerContext, Select, has_implementation, implementation
+from minirt.layers import Layer, LayerContext, Select, implementation
+from minirt.layers.base import BUILT_IN, has_implementation
 from minirt.modeling.config import ModelConfig, RopeConfig
 from minirt.modeling.formats import FormatChoice
 from minirt.modeling.parameters import Parameter
@@ -107,15 +108,9 @@ class Model:
         """Bytes of each rotary table of `length` positions, and of the factors of q that belong to it."""
         return [4 * length * (rotary_dim + bool(rope.query_scaling_beta)) for rope, rotary_dim in self.ropes]
 
-    @property
-    def uses_triton(self) -> bool:
-        """Whether any layer runs its Triton implementation."""
-        return any(row.implementation == "triton" for row in self.plan.rows)
-
-    @property
-    def has_eager_layers(self) -> bool:
-        """Whether any layer runs its eager implementation."""
-        return any(row.implementation == "eager" for row in self.plan.rows)
+    def uses(self, implementation: str) -> bool:
+        """Whether any layer runs this implementation."""
+        return any(row.implementation == implementation for row in self.plan.rows)
 
     @property
     def capturable(self) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minirt.errors import UnsupportedError
-from minirt.modeling.formats import LinearFormat, TensorSpec
+from minirt.modeling.formats import Kept, LinearFormat, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,6 @@ class Parameter(ABC):
         raise NotImplementedError
 
     @property
-    def no_triton(self) -> str | None:
-        """Why no Triton kernel computes with these weights in their format; None: the kernels do."""
-        return None if self.format is None else self.format.no_triton
-
-    @property
     @abstractmethod
     def num_parameters(self) -> int:
         """Number of weights."""
@@ -128,18 +123,17 @@ class PackedLinear(Parameter):
     quantized: `weight` and `scale` are what the format allocates, see `minirt.modeling.formats`. Otherwise `scale` is None.
     """
 
-    quantizable = True
     random_gain = 1.0  # factor of random weights
 
-    def __init__(self, parts: Sequence[Part], in_features: int, bias: bool = False) -> None:
+    def __init__(self, parts: Sequence[Part], in_features: int, bias: bool = False, quantizable: bool = True) -> None:
         self.parts = tuple(parts)
         self.rows = tuple(part.rows for part in self.parts)
         self.modules = tuple(dict.fromkeys(part.name for part in self.parts))
-        self._places: dict[str, list[tuple[int, int]]] = {name: [] for name in self.modules}  # index and first row of each part
-        for i, (part, start) in enumerate(zip(self.parts, accumulate(self.rows, initial=0), strict=False)):
-            self._places[part.name].append((i, start))
+        self._places: dict[str, list[tuple[Part, slice]]] = {name: [] for name in self.modules}
+        for part, stop in zip(self.parts, accumulate(self.rows), strict=True):
+            self._places[part.name].append((part, slice(stop - part.rows, stop)))
         self.in_features = in_features
-        self.has_bias = bias
+        self.has_bias, self.quantizable = bias, quantizable
         self.weight: Tensor = torch.empty(0)
         self.scale: Tensor | None = None
         self.bias: Tensor | None = None
@@ -182,20 +176,17 @@ class PackedLinear(Parameter):
 
     def load(self, name: str, source: Tensor, first: int = 0) -> None:
         prefix, _, what = name.rpartition(".")
-        for i, start in self._places[prefix]:
-            self._load_part(i, start, name, what, source, first)
-
-    def _load_part(self, i: int, start: int, name: str, what: str, source: Tensor, first: int) -> None:
-        part = self.parts[i]
         dimension = self.format.dimension_of_rows(what) if self.format and what != "bias" else 0
-        if part.of is not None and dimension is not None:
-            source = part.of.take(source, part.stored_rows, dimension, name)
-        if what == "bias" and self.bias is not None:
-            self.bias[start : start + self.rows[i]].copy_(source)
-        elif self.format is None or self.scale is None or self.format.quantizes:
-            self._load_rows(source, start + first)
-        else:
-            self.format.load(what, source, self.weight, self.scale, self.rows, i, first)
+        for part, place in self._places[prefix]:
+            taken = source
+            if part.of is not None and dimension is not None:
+                taken = part.of.take(source, part.stored_rows, dimension, name)
+            if what == "bias" and self.bias is not None:
+                self.bias[place].copy_(taken)
+            elif self.format is None or self.scale is None:
+                self._load_rows(taken, place.start + first)
+            else:
+                self.format.load(what, taken, Kept(self.weight, self.scale, self.rows), place, first)
 
     def _load_rows(self, source: Tensor, start: int) -> None:
         """Copy or quantize 16- or 32-bit weights [n, K] into the rows from `start` on."""

@@ -19,13 +19,10 @@ _MAX_DEPTH = 6  # groups and repeats inside each other
 _LOOKAHEADS = (ops.ASSERT, ops.ASSERT_NOT)
 _REPEATS = (ops.MAX_REPEAT, ops.MIN_REPEAT)
 _CATEGORIES = {
-    ops.CATEGORY_DIGIT: str.isdecimal,
-    ops.CATEGORY_WORD: lambda c: c.isalnum() or c == "_",
-    ops.CATEGORY_SPACE: str.isspace,
-    ops.CATEGORY_NOT_DIGIT: lambda c: not c.isdecimal(),
-    ops.CATEGORY_NOT_WORD: lambda c: not (c.isalnum() or c == "_"),
-    ops.CATEGORY_NOT_SPACE: lambda c: not c.isspace(),
-}
+    ops.CATEGORY_DIGIT: str.isdecimal, ops.CATEGORY_NOT_DIGIT: lambda c: not c.isdecimal(),
+    ops.CATEGORY_WORD: lambda c: c.isalnum() or c == "_", ops.CATEGORY_NOT_WORD: lambda c: not (c.isalnum() or c == "_"),
+    ops.CATEGORY_SPACE: str.isspace, ops.CATEGORY_NOT_SPACE: lambda c: not c.isspace(),
+}  # fmt: skip
 _ANCHORS = (ops.AT_BEGINNING, ops.AT_BEGINNING_STRING, ops.AT_END, ops.AT_END_STRING)
 _CLASS_ITEMS = (ops.LITERAL, ops.RANGE, ops.NEGATE)
 

@@ -107,14 +107,6 @@ class Int4Scheme:
     def tensors(self) -> Int4Layout:
         return INT4_LAYOUTS[self.layout]
 
-    @property
-    def value_name(self) -> str:
-        return self.tensors.value_name
-
-    @property
-    def scale_name(self) -> str:
-        return self.tensors.scale_name
-
     def __str__(self) -> str:
         groups = "one group a row" if self.group is None else f"groups of {self.group}"
         return f"4 bits, {groups}, {'symmetric' if self.symmetric else 'with zero points'}"
@@ -362,23 +354,19 @@ def _read_packed(group: Fields, weights: Fields) -> Int4Scheme:
     return Int4Scheme("packed", size, weights.boolean("symmetric", default=True))
 
 
-def _read_group_size(fields: Fields, name: str) -> int | None:
-    """Columns of a group: 32, 64 or a multiple of 128; -1, which is None, is a whole row."""
+def _read_group_size(fields: Fields, name: str, bits: str | None = None) -> int | None:
+    """Columns of a group: 32, 64 or a multiple of 128; -1, which is None, is a whole row. `bits`: a field that must be 4."""
+    if bits is not None and fields.integer(bits, maximum=64) != 4:
+        raise fields.unsupported(bits, "only weights of 4 bits are supported", 4, hint=LOAD_UNQUANTIZED)
     size = fields.integer(name, minimum=-1, maximum=1 << 20)
     if size not in (-1, 32, 64) and (size < 1 or size % BLOCK):
         raise fields.unsupported(name, "not supported", "32, 64, a multiple of 128, or -1", hint=LOAD_UNQUANTIZED)
     return None if size == -1 else size
 
 
-def _check_bits(fields: Fields, name: str) -> None:
-    if fields.integer(name, maximum=64) != 4:
-        raise fields.unsupported(name, "only weights of 4 bits are supported", 4, hint=LOAD_UNQUANTIZED)
-
-
 def _read_gptq(fields: Fields) -> QuantizationConfig:
     """AutoGPTQ and GPTQModel."""
-    _check_bits(fields, "bits")
-    group = _read_group_size(fields, "group_size")
+    group = _read_group_size(fields, "group_size", "bits")
     # With static groups, the columns are in their own order in spite of desc_act: g_idx tells.
     ordered = fields.boolean("desc_act", default=False) and group is not None
     # AutoGPTQ's older way to state a format.
@@ -404,8 +392,7 @@ def _read_awq(fields: Fields) -> QuantizationConfig:
     def name_of(name: str, older: str) -> str:
         return older if name not in fields.raw and older in fields.raw else name
 
-    _check_bits(fields, name_of("bits", "w_bit"))
-    group = _read_group_size(fields, name_of("group_size", "q_group_size"))
+    group = _read_group_size(fields, name_of("group_size", "q_group_size"), name_of("bits", "w_bit"))
     version = name_of("version", "format")
     if fields.string(version, default="gemm").lower() != "gemm":
         raise fields.unsupported(version, "this order of weights is not supported", "gemm", hint=LOAD_UNQUANTIZED)
@@ -425,9 +412,8 @@ _AUTO_ROUND = {
 
 def _read_auto_round(fields: Fields) -> QuantizationConfig:
     """AutoRound: the tensors of GPTQ or AWQ. `extra_config` has the settings of single modules, by name or regular expression."""
-    _check_bits(fields, "bits")
+    group = _read_group_size(fields, "group_size", "bits")
     fields.only("data_type", "int")
-    group = _read_group_size(fields, "group_size")
     layout, zero_offset = _AUTO_ROUND[fields.choice("packing_format", _AUTO_ROUND, default="auto_round:gptq")]
     fields.only("act_bits", 16, what="quantized activations are not supported", hint=LOAD_UNQUANTIZED)
     skipped, extra = [], fields.nested("extra_config")

@@ -17,7 +17,7 @@ from support.package import ROOT
 from minirt import device, kernels, models
 from minirt.errors import InputError, UnsupportedError
 from minirt.kernels import launch
-from minirt.layers import base, has_implementation, implementation, register
+from minirt.layers import base, implementation, register
 from minirt.loading import checkpoint as weights
 from minirt.modeling.model import Model
 from minirt.modeling.parameters import Parameter
@@ -81,7 +81,7 @@ def test_other_arguments_of_register():
         register("mlp", "x")(None)
     with pytest.raises(InputError, match="unusable kind of layer"):
         register(["mlp"], "x")
-    assert not has_implementation("mlp", "x")
+    assert not base.has_implementation("mlp", "x")
 
 
 @pytest.mark.parametrize("impl", [None, 3, [None], ["eager", 3], b"eager", [["eager"]]], ids=repr)

@@ -14,6 +14,7 @@ from minirt.errors import ConfigError
 from minirt.kernels import reference
 from minirt.layers import Embedding, GatedDeltaNet, Head, implementation
 from minirt.loading import checkpoint
+from minirt.modeling.config import GatedDeltaNetConfig
 from minirt.modeling.formats import Quantization
 from minirt.modeling.model import Model
 from minirt.step.batch import Batch, Chunk
@@ -29,10 +30,8 @@ PREFIX = "model.layers.0.linear_attn"
 
 
 def model_of(quantization: Quantization | None = None, impl: str = "eager", heads: tuple[int, int] = (HK, HV)) -> Model:
-    layer = GatedDeltaNet(
-        CONFIG, name="layers.0.gated_delta_net", norm="model.layers.0.input_layernorm", prefix=PREFIX, num_k_heads=heads[0],
-        num_v_heads=heads[1], head_k_dim=DK, head_v_dim=DV,
-    )  # fmt: skip
+    config = dataclasses.replace(CONFIG, gated_delta_net=GatedDeltaNetConfig(*heads, DK, DV, frozenset({0})))
+    layer = GatedDeltaNet(config, name="layers.0.gated_delta_net", norm="model.layers.0.input_layernorm", prefix=PREFIX)
     ends = Embedding(CONFIG, name="embedding", weight="model.embed_tokens"), Head(CONFIG)
     model = Model(CONFIG, [ends[0], layer, ends[1]], quantization)
     model.allocate(DEVICE, torch.float32, 64)
@@ -65,12 +64,12 @@ def batch_of(*members: tuple[int, int, int]) -> Batch:
 def theirs(layer: GatedDeltaNet) -> modeling_qwen3_5.Qwen3_5GatedDeltaNet:
     """transformers' module with the layer's weights."""
     config = Qwen3_5TextConfig(
-        hidden_size=H, linear_num_key_heads=layer.num_k_heads, linear_num_value_heads=layer.num_v_heads,
+        hidden_size=H, linear_num_key_heads=layer.heads.num_k_heads, linear_num_value_heads=layer.heads.num_v_heads,
         linear_key_head_dim=DK, linear_value_head_dim=DV, rms_norm_eps=EPS, num_hidden_layers=1, layer_types=["linear_attention"],
         num_attention_heads=2, num_key_value_heads=1,
     )  # fmt: skip
     module = modeling_qwen3_5.Qwen3_5GatedDeltaNet(config, 0).to(DEVICE)
-    z, a = layer.channels, layer.num_v_heads
+    z, a = layer.channels, layer.heads.num_v_heads
     tensors = {
         "in_proj_qkv.weight": layer.in_proj.weight[:z], "in_proj_z.weight": layer.in_proj.weight[z:],
         "in_proj_b.weight": layer.in_proj_ba.weight[:a], "in_proj_a.weight": layer.in_proj_ba.weight[a:],
@@ -186,7 +185,7 @@ def test_refusals() -> None:
     with pytest.raises(ConfigError, match="needs a state"):
         layer_of()(values(1, H), batch_of((1, 0, 0)), None)
     odd = layer_of()
-    odd.head_k_dim = 24
+    odd.heads = dataclasses.replace(odd.heads, head_k_dim=24)
     assert implementation("gated_delta_net", "triton").unsupported(odd, DEVICE) == (
         "linear_key_head_dim 24 is neither 16 nor 32 nor 64 nor 128"
     )

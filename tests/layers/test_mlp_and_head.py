@@ -50,13 +50,13 @@ def run(layer, x):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_mlp_with_a_post_norm(impl):
-    layer = MLP(config(), name="mlp", norm="norm", gate="g", up="u", down="d", post_norm="post", post_norm_eps=0.3)
+    layer = MLP(config(), name="mlp", norm="norm", prefix="mlp", post_norm="post", post_norm_eps=0.3)
     layer, w = filled(layer, impl)
     assert [op.residual for op in layer.linear_ops()] == [False, False]
     x = torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(1))
     h = normalized(x.double(), w["norm.weight"], EPS)
-    gate = h @ w["g.weight"].T
-    y = (gate / (1 + (-gate).exp()) * (h @ w["u.weight"].T)) @ w["d.weight"].T
+    gate = h @ w["mlp.gate_proj.weight"].T
+    y = (gate / (1 + (-gate).exp()) * (h @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
     torch.testing.assert_close(run(layer, x), x.double() + normalized(y, w["post.weight"], 0.3), rtol=1e-5, atol=1e-5)
 
 

@@ -1,5 +1,6 @@
 """Mixtures of experts: eager against a loop over single tokens in fp64, Triton against eager, what the layer states of itself."""
 
+import math
 from typing import Any
 
 import pytest
@@ -179,17 +180,15 @@ def test_expected_experts() -> None:
         assert sum(draws) / 300 == pytest.approx(expected_experts(16, 3, tokens), rel=0.03)
 
 
-def test_a_shared_expert_is_named_if_and_only_if_there_is_one() -> None:
-    config = models.parse_config(SIZES)
-    names = {"name": "m", "norm": "n", "router": "r", "experts": "e"}
-    for extra in ({}, {"shared": "s"}, {"shared_gate": "g"}):
-        with pytest.raises(ConfigError, match="shared and shared_gate"):
-            MoE(config, **names, **extra)
+def test_a_model_without_experts() -> None:
+    """Catches an error that names no layer. `names` renames a part of the checkpoint."""
     dense = models.parse_config({k: v for k, v in SIZES.items() if "expert" not in k} | {"model_type": "qwen2"})
-    with pytest.raises(ConfigError, match="no mixtures of experts"):
-        MoE(dense, **names)
-    with pytest.raises(ConfigError, match="shared and shared_gate"):
-        MoE(parsed(model_type="qwen3_moe"), **names, shared="s", shared_gate="g")
+    with pytest.raises(ConfigError, match="m: the model has no mixtures of experts"):
+        MoE(dense, name="m", norm="n", prefix="mlp")
+    layer = MoE(models.parse_config(SIZES), name="m", norm="n", prefix="mlp", names={"gate": "router"})
+    assert [next(iter(part.expected())).name for part in (layer.router, layer.gate_up)] == [
+        "mlp.router.weight", "mlp.experts.0.gate_proj.weight"
+    ]  # fmt: skip
 
 
 class InBlocks(FormatChoice):
@@ -260,7 +259,7 @@ class WithoutKernels(InBlocks):
     """A format of one's own."""
 
     class Own(StoredFp8Blocks):
-        no_triton = "no kernels of one's own"
+        capability = math.inf
 
     def format_of(self, modules: Any, *, head: bool, tied: bool) -> StoredFp8Blocks | None:
         return None if head else self.Own()
@@ -277,7 +276,7 @@ def test_the_plan_says_why_experts_are_eager(monkeypatch: pytest.MonkeyPatch) ->
         layer = next(layer for layer in model.layers if isinstance(layer, MoE))
         layer.context = model.layers[0].context
         reasons[name] = triton_unsupported(layer, torch.device("cuda", 0))
-    assert reasons == {"own": "no kernels of one's own", "blocks": None, "rows": None}
+    assert reasons == {"own": "compute capability 9.0 is below inf for fp8 128x128 weights", "blocks": None, "rows": None}
 
 
 def test_triton_is_in_the_plan_and_capturable() -> None:

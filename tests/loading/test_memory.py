@@ -53,9 +53,11 @@ def free(monkeypatch):
 
 
 def plan(step, *, device=GPU, **options):
-    return plan_memory(
-        Model(), LENGTH, device, LoadOptions(**options), step_bytes=lambda tokens: step(tokens) and step(tokens) * MB
-    )
+    def step_bytes(limits):
+        size = step(limits.max_num_batched_tokens)
+        return size and size * MB
+
+    return plan_memory(Model(), LENGTH, device, LoadOptions(**options), step_bytes=step_bytes)
 
 
 def test_the_largest_step_that_leaves_a_full_sequence(free):
@@ -263,7 +265,7 @@ class Recurrent(Model):
 def test_states_lower_the_number_of_sequences(free):
     """90% of 1,500 MiB, less 1,100: 250 MiB, of which states take half at most. Pages and steps get the rest."""
     free(400)
-    made = plan_memory(Recurrent(), LENGTH, GPU, LoadOptions(), step_bytes=lambda tokens: tokens * MB // 32)
+    made = plan_memory(Recurrent(), LENGTH, GPU, LoadOptions(), step_bytes=lambda step: step.max_num_batched_tokens * MB // 32)
     assert (made.max_num_seqs, made.state, made.other) == (12, 10 * MB, 220 * MB)
     assert (made.max_num_batched_tokens, made.snapshots, made.pages) == (1024, 2, 250 - 120 - 32 - 20)
     assert made.fits
@@ -345,5 +347,5 @@ def test_the_estimate_holds_what_requests_may_ask_of_sampling(longest, counts):
     assert processors.slots.counts.nbytes == 256 * 152_064 * counts
     assert 0 <= held - 256 * slot_bytes(152_064, longest) <= 256 * 64
     model = plan_model(LoadOptions(model="Qwen2.5-7B", device="cpu"))
-    steps = [memory.estimate_step(model, longest, 512, LoadOptions(max_num_seqs=n)) for n in (64, 320)]
+    steps = [memory.estimate_step(model, EngineLimits(longest, n, 512), True) for n in (64, 320)]
     assert steps[1] - steps[0] > held + 3 * 256 * 152_064 * 4, "three buffers of logits, too"

@@ -27,7 +27,7 @@ from minirt.kernels.reference import dequantize_int4, unpack_int4_scale
 from minirt.layers.moe import MoE
 from minirt.loading import checkpoint
 from minirt.loading.load import plan_model
-from minirt.modeling.formats import LinearFormat, QuantizedToInt4, StoredInt4
+from minirt.modeling.formats import Kept, LinearFormat, QuantizedToInt4, StoredInt4
 from minirt.modeling.quantization_config import INT4_LAYOUTS, Int4Scheme
 
 TOKENS = [(7 * i * i + 3 * i) % 211 for i in range(24)]
@@ -122,7 +122,7 @@ def test_pieces_bound_the_temporary_memory(form, monkeypatch):
     spec = next(form.tensors("m", 256, K))
     source = torch.zeros(spec.shape, dtype=torch.int32 if spec.dtypes == ("I32",) else torch.bfloat16)
     with Largest() as largest:
-        form.load(spec.name.removeprefix("m."), source, weight, scale, rows, 1)
+        form.load(spec.name.removeprefix("m."), source, Kept(weight, scale, rows), slice(256, 512))
     assert 0 < largest.bytes <= max(4 << 14, 4 * 256 * 128), "a piece of a transposed tensor has 128 columns at least"
     assert largest.bytes < source.nbytes
 
@@ -330,7 +330,7 @@ TENSORS = {  # what: style, change of the tensors, error, words
     "a part in FP8": (
         "packed 128", lambda t: [t.pop(f"{K}.weight_packed"),
         t.update({f"{K}.weight": torch.ones(96, 144).to(torch.float8_e4m3fn)})],
-        CheckpointError, rf"{K}\.weight: the scale is not that of the stated format",
+        CheckpointError, rf"{K}\.weight: the weight is not that of the stated format",
     ),
     "NVFP4": ("packed 128", lambda t: t.update({f"{K}.weight_scale_2": torch.ones(1)}), UnsupportedError, "NVFP4"),
 }  # fmt: skip

@@ -608,7 +608,7 @@ def test_fields_name_the_nested_place() -> None:
 def test_an_architecture_with_windows_of_its_own() -> None:
     """Catches a window that limits the length, or a kind of layer that is refused, though the architecture computes it."""
     raw = raw_config(sliding_window=64, layer_types=["sliding_attention", "linear_attention", "full_attention"])
-    options = {"model_type": "llama", "classes": (), "max_positions": 256, "handled": ("sliding_window",)}
+    options = {"model_type": "llama", "classes": (), "max_positions": 256, "window": None}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert decoder_config(Fields(raw), **options).sliding_window is None

@@ -149,7 +149,8 @@ RETURNS = {  # the wrong result of a custom implementation, made from the result
 @pytest.mark.parametrize("wrong", RETURNS)
 def test_what_an_own_implementation_returns_is_checked(wrong, kind, hf_folder):
     """Kernels use only addresses. With wrong strides they would silently read wrong numbers."""
-    from minirt.layers import has_implementation, implementation, register
+    from minirt.layers import implementation, register
+    from minirt.layers.base import has_implementation
 
     name = f"returns-{wrong.replace(' ', '-')}"
     if not has_implementation(kind, name):
@@ -189,7 +190,7 @@ def test_impossible_compositions(hf_folder):
 
     def stranger(config):
         embedding, *blocks, head = models.build(config)
-        mlp = MLP(config, name="extra", norm="model.extra_norm", gate="model.a", up="model.b", down="model.c")
+        mlp = MLP(config, name="extra", norm="model.extra_norm", prefix="model.extra")
         return [embedding, *blocks, mlp, head]
 
     with pytest.raises(CheckpointError, match=r"4 of .* missing.*model\.extra_norm\.weight"):

@@ -202,7 +202,6 @@ def test_gptq_as_qwen_publishes_it(plain: dict[str, Path], tmp_path: Path) -> No
         assert told(said) == []
         found = torch.stack([generator.logits([token])[0] for token in (5, 99)])
         assert (found - expected).norm() < 1e-4 * expected.norm()
-        assert {layer.gate_up.no_triton for layer in generator.model.layers if isinstance(layer, MoE)} == {None}
     stated["dynamic"]["lm_head"] = {"bits": 8}
     path.write_text(json.dumps(config))
     with pytest.raises(UnsupportedError, match=r"dynamic: settings of single modules are not supported; found 'lm_head'"):

@@ -12,7 +12,7 @@ from support.config_files import as_file, num_parameters
 
 from minirt.layers import MLP, Attention, Embedding, GatedDeltaNet, Head, MoE
 from minirt.models import ARCHITECTURES, build, parse_config, preset, presets
-from minirt.models.presets import COLUMNS, FP8_RELEASES, raw_configs
+from minirt.models.presets import raw_configs, table
 
 TINY = {
     "hidden_size": 60, "intermediate_size": 97, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3,
@@ -197,9 +197,9 @@ def test_preset_look_up() -> None:
 def test_presets_are_distinct_and_complete() -> None:
     names = [entry.name.lower() for entry in presets()]
     assert len(set(names)) == len(names) == 62
-    assert {entry.name for entry in presets() if entry.quantization} == {f"{name}-FP8" for name in FP8_RELEASES}
+    assert {entry.name for entry in presets() if entry.quantization} == {f"{name}-FP8" for name in table()["fp8_releases"]}
     for name, _, raw in raw_configs():
-        assert set(COLUMNS) <= set(raw), name
+        assert set(table()["columns"]) <= set(raw), name
     assert all(entry.config.dtype == "bfloat16" for entry in presets())
 
 
