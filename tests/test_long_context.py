@@ -32,11 +32,11 @@ def test_the_models_own_limit(case, hf_folder):
     folder = hf_folder(family, max_position_embeddings=limit, num_hidden_layers=2, **options)
     prompt = torch.randint(3, 211, (limit - NEW,), generator=torch.Generator().manual_seed(1)).tolist()
     params = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
-    found, tokens = {}, []
+    logits_of, tokens = {}, []
     for dtype in ("float32", "bfloat16"):
         with Generator.from_pretrained(folder, dtype=dtype, impl="triton", kv_cache_memory=1 << 30) as generator:
             tokens = tokens or list(generator.generate([prompt], params)[0].token_ids)
-            found[dtype] = generator.logits(prompt + tokens)
+            logits_of[dtype] = generator.logits(prompt + tokens)
         gc.collect()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda().eval()
     whole = prompt + tokens
@@ -47,7 +47,7 @@ def test_the_models_own_limit(case, hf_folder):
     def error(logits: torch.Tensor) -> torch.Tensor:
         return (logits - truth).norm(dim=-1) / truth.norm(dim=-1)
 
-    assert error(found["float32"]).max() < 1e-4
-    ours, theirs = error(found["bfloat16"]), error(rounded)
+    assert error(logits_of["float32"]).max() < 1e-4
+    ours, theirs = error(logits_of["bfloat16"]), error(rounded)
     for part in (slice(0, 1024), slice(-1024, None)):
         assert ours[part].mean() < 1.2 * theirs[part].mean()

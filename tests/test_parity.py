@@ -9,19 +9,16 @@ import gc
 
 import pytest
 import torch
+from support import hybrids
+from support.checkpoints import distance
+from support.hybrids import check_greedy, truth
 
 from minirt import Generator, SamplingParams
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLS = ["eager", "auto"] if DEVICE == "cuda" else ["eager"]
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 WIDE = {"hidden_size": 128}
@@ -67,19 +64,6 @@ def reference(folder):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, **options).to(DEVICE).eval()
 
 
-def greedy(model, prompt, count):
-    ids = torch.tensor([prompt], device=DEVICE)
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=count,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return out[0, len(prompt) :].tolist()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("case", CASES)
@@ -87,62 +71,47 @@ def test_tiny_models(case, impl, hf_folder):
     family, options = CASES[case]
     folder = hf_folder(family, seed=len(case), **options)
     model = reference(folder)
-    random = torch.Generator().manual_seed(7)
-    prompts = [torch.randint(3, 211, (n,), generator=random).tolist() for n in LENGTHS]
-    params = SamplingParams(max_tokens=NEW, ignore_eos=True)
-    with Generator.from_pretrained(
-        folder, device=DEVICE, dtype="float32", impl=impl, kv_cache_memory=1 << 26
-    ) as generator:
-        expected = []
+    prompts, params = hybrids.prompts(*LENGTHS), SamplingParams(max_tokens=NEW, ignore_eos=True)
+    options = {"device": DEVICE, "dtype": "float32", "impl": impl, "kv_cache_memory": 1 << 26}
+    with Generator.from_pretrained(folder, **options) as generator:
         for prompt in prompts:
-            with torch.no_grad():
-                truth = model(torch.tensor([prompt], device=DEVICE)).logits[0].cpu()
-            error = (generator.logits(prompt) - truth).norm() / truth.norm()
-            assert error < 1e-4, f"prompt of {len(prompt)} tokens"
-            expected.append(greedy(model, prompt, NEW))
-        for prompt, tokens in zip(prompts, expected, strict=True):
-            assert generator.generate(prompt, params).token_ids == tokens
-        assert [c.token_ids for c in generator.generate(prompts, params)] == expected
+            assert distance(generator.logits(prompt), truth(model, prompt)) < 1e-4, f"prompt of {len(prompt)} tokens"
+        alone = [generator.generate(prompt, params).token_ids for prompt in prompts]
+        assert [c.token_ids for c in generator.generate(prompts, params)] == alone
+    for prompt, tokens in zip(prompts, alone, strict=True):
+        check_greedy(model, prompt, tokens, NEW)
 
 
 CHATS = (
     "What is the capital of France? Tell me a short story about it.",
-    "Write a Python function that returns the n-th Fibonacci number.",
-    "请用中文介绍一下长城。",
-    "Reply only with emoji: 👩‍👩‍👧‍👦 🏳️‍🌈 🇫🇷",
-    "a",
-    "List three primes between 10 and 20.",
+    "Write a Python function that returns the n-th Fibonacci number.", "请用中文介绍一下长城。",
+    "Reply only with emoji: 👩‍👩‍👧‍👦 🏳️‍🌈 🇫🇷", "a", "List three primes between 10 and 20.",
     "¿Cuál es la capital de España?",
-)
+)  # fmt: skip
 TEXTS = (
-    "Once upon a time",
-    "def quicksort(xs):\n    if len(xs) <= 1:\n        return xs\n",
-    "  two leading spaces and a trailing newline\n",
-    "The quick brown fox",
-    "1, 1, 2, 3, 5, 8, 13,",
-)
+    "Once upon a time", "def quicksort(xs):\n    if len(xs) <= 1:\n        return xs\n",
+    "  two leading spaces and a trailing newline\n", "The quick brown fox", "1, 1, 2, 3, 5, 8, 13,",
+)  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", IMPLS)
 def test_smollm2(impl, smollm2):
-    """At least 12 prompts (chat, code, Chinese, emoji, one character, 1,000 tokens in chunks), one by one and in one batch."""
+    """At least 12 prompts (chat, code, Chinese, emoji, one character, 400 tokens in chunks), one by one and in one batch."""
     params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0)
     with Generator.from_pretrained(
-        smollm2, device=DEVICE, dtype="float32", impl=impl, kv_cache_memory=1 << 28, max_num_batched_tokens=600
+        smollm2, device=DEVICE, dtype="float32", impl=impl, kv_cache_memory=1 << 28, max_num_batched_tokens=250
     ) as generator:
         prompts = [generator.encode_chat([{"role": "user", "content": text}]) for text in CHATS]
         prompts += [generator.encode(text) for text in TEXTS]
-        prompts.append(
-            (generator.encode(" ".join(f"Line {i}: the number is {i * i % 97}." for i in range(200))))[:1000]
-        )
+        prompts.append(generator.encode(" ".join(f"Line {i}: the number is {i * i % 97}." for i in range(100)))[:400])
         assert len(prompts) >= 12
-        assert len(prompts[-1]) == 1000
+        assert len(prompts[-1]) == 400
         alone = [generator.generate(prompt, params) for prompt in prompts]
         together = [c.token_ids for c in generator.generate(prompts, params)]
     gc.collect()
     model = reference(smollm2)
-    expected = [greedy(model, prompt, 8) for prompt in prompts]
-    assert [c.token_ids for c in alone] == expected
-    assert together == expected
+    assert [c.token_ids for c in alone] == together
+    for prompt, tokens in zip(prompts, together, strict=True):
+        check_greedy(model, prompt, tokens, 8)
     assert alone[0].text.startswith("The capital of France is Paris.")

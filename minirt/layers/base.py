@@ -6,6 +6,7 @@ fixes *what* it computes; an implementation is *how*: a factory that takes the l
 `forward(x, batch, kv)`. The choice is made once, at load.
 """
 
+import math
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -333,4 +334,6 @@ def triton_unsupported(layer: Layer, device: torch.device) -> str | None:
     major, minor = compute_capability(device)
     needed = {p.format.capability: f" for {p.format.name} weights" for p in layer.parameters() if p.format}
     lowest, why = max(needed.items(), default=(8.0, ""))
+    if math.isinf(lowest):
+        return f"there are no Triton kernels{why}"
     return None if major + minor / 10 >= lowest else f"compute capability {major}.{minor} is below {lowest}{why}"

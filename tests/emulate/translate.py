@@ -34,14 +34,14 @@ class UnknownPTXError(Exception):
 
 def split(text: str) -> list[str]:
     """The operands in `text`: split at commas outside of brackets."""
-    depth, found = 0, [""]
+    depth, operands = 0, [""]
     for character in text:
         depth += (character in "{[") - (character in "}]")
         if character == "," and depth == 0:
-            found.append("")
+            operands.append("")
         else:
-            found[-1] += character
-    return [operand.strip() for operand in found] if text else []
+            operands[-1] += character
+    return [operand.strip() for operand in operands] if text else []
 
 
 def parts(operand: str) -> list[str]:
@@ -56,13 +56,13 @@ class Kernel:
     """
 
     def __init__(self, ptx: str, without: tuple[str, ...] = ()) -> None:
-        found = re.search(r"\.visible \.entry (\w+)\((.*?)\)(.*?)\n\{", ptx, re.DOTALL)
-        if found is None:
+        match = re.search(r"\.visible \.entry (\w+)\((.*?)\)(.*?)\n\{", ptx, re.DOTALL)
+        if match is None:
             raise UnknownPTXError("no kernel in the PTX")
-        self.threads = int(re.search(r"\.reqntid (\d+)", found[3])[1])
+        self.threads = int(re.search(r"\.reqntid (\d+)", match[3])[1])
         self._offsets: dict[str, int] = {}
         self.parameters: list[tuple[int, int]] = []
-        for declared in split(found[2]):
+        for declared in split(match[2]):
             name, count = re.search(r"(\w+)(?:\[(\d+)\])?$", declared.strip()).groups()
             size = SIZES[re.search(r"\.([busf]\d+)\b", declared)[1]]
             align, size = (int(re.search(r"\.align (\d+)", declared)[1]), int(count)) if count else (size, size)
@@ -74,9 +74,9 @@ class Kernel:
         self._scopes: list[dict[str, str]] = [{}]  # PTX name → name in C++
         self._tables: dict[str, list[str]] = {}
         self._variables: dict[str, int] = {}  # variables in shared memory → addresses, at its end
-        self._num_scopes, self._line = 0, ptx[: found.end()].count("\n") + 1
+        self._num_scopes, self._line = 0, ptx[: match.end()].count("\n") + 1
         self._lines: list[str] = []
-        for statement in self._statements(ptx[found.end() :]):
+        for statement in self._statements(ptx[match.end() :]):
             try:
                 self._translate(statement)
             except (UnknownPTXError, AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
@@ -102,20 +102,20 @@ Registers_& r = *(Registers_*)warp->registers.data();
         body = re.sub(r"//.*|^[ \t]*\.loc\b.*", "", body, flags=re.MULTILINE)
         token = re.compile(r"\s*(?:(?P<label>[$\w]+):(?!:)|(?P<brace>[{}])|(?P<text>[^;{}][^;]*);)")
         at = 0
-        while self._scopes and (found := token.match(body, at)):
-            kind = str(found.lastgroup)
-            self._line += body.count("\n", at, found.start(kind))
+        while self._scopes and (match := token.match(body, at)):
+            kind = str(match.lastgroup)
+            self._line += body.count("\n", at, match.start(kind))
             if kind == "text":
-                yield " ".join(found["text"].split())
+                yield " ".join(match["text"].split())
             elif kind == "label":
-                yield found["label"] + ":"
-            elif found["brace"] == "}":
+                yield match["label"] + ":"
+            elif match["brace"] == "}":
                 self._scopes.pop()
             else:
                 self._num_scopes += 1
                 self._scopes.append({"": f"_{self._num_scopes}"})
-            self._line += body.count("\n", found.start(kind), found.end())
-            at = found.end()
+            self._line += body.count("\n", match.start(kind), match.end())
+            at = match.end()
         if self._scopes:
             raise UnknownPTXError(f"cannot read the PTX after line {self._line}")
 
@@ -128,8 +128,8 @@ Registers_& r = *(Registers_*)warp->registers.data();
         for name in split(names):
             stem, count = re.fullmatch(r"%?(\w+)(?:<(\d+)>)?", name).groups()
             for one in [f"%{stem}{i}" for i in range(int(count))] if count else [name]:
-                own = f"{one.strip('%')}_{self._scopes[-1].get('', '')}"
-                self._scopes[-1][one], self._registers[own] = own, kind
+                unique = f"{one.strip('%')}_{self._scopes[-1].get('', '')}"
+                self._scopes[-1][one], self._registers[unique] = unique, kind
 
     def _register(self, name: str) -> str | None:
         return next((scope[name] for scope in reversed(self._scopes) if name in scope), None)
@@ -137,8 +137,8 @@ Registers_& r = *(Registers_*)warp->registers.data();
     def _value(self, operand: str, kind: str) -> str:
         """A C++ expression for an operand of one lane, as a PTX type."""
         wanted = TYPES.get(kind, "u16")
-        if own := self._register(operand):
-            return self._read_as(f"r.{own}[l]", kind)
+        if register := self._register(operand):
+            return self._read_as(f"r.{register}[l]", kind)
         if operand in SPECIAL:
             return f"({wanted}){SPECIAL[operand]}"
         if operand in self._offsets:
@@ -159,17 +159,17 @@ Registers_& r = *(Registers_*)warp->registers.data();
     def _assign(self, register: str, expression: str, kind: str) -> str:
         if register == "_":
             return ""
-        own = self._register(register)
-        if own is None:
+        name = self._register(register)
+        if name is None:
             raise UnknownPTXError(f"register {register}")
         if kind == "f32":
-            return f"r.{own}[l] = bits<u32>((float)({expression}));"
-        return f"r.{own}[l] = ({expression}) != 0;" if kind == "pred" else f"r.{own}[l] = ({TYPES[kind]})({expression});"
+            return f"r.{name}[l] = bits<u32>((float)({expression}));"
+        return f"r.{name}[l] = ({expression}) != 0;" if kind == "pred" else f"r.{name}[l] = ({TYPES[kind]})({expression});"
 
     def _address(self, operand: str) -> str:
         base, plus = re.fullmatch(r"\[\s*(\S+?)\s*(?:\+\s*(-?\w+)\s*)?\]", operand).groups()
-        own = self._register(base)
-        wide = own is not None and SIZES[self._registers[own]] == 8
+        register = self._register(base)
+        wide = register is not None and SIZES[self._registers[register]] == 8
         return f"({self._value(base, 'u64' if wide else 'u32')} + {plus or 0})"
 
     def _array(self, name: str, operand: str) -> str:
@@ -181,11 +181,11 @@ Registers_& r = *(Registers_*)warp->registers.data();
         if statement.endswith(":"):
             self._lines.append(f"{self._label(statement[:-1])}:;")
             return
-        if found := re.match(r"\.reg \.(\w+) (.*)", statement):
-            self._declare(*found.groups())
+        if match := re.match(r"\.reg \.(\w+) (.*)", statement):
+            self._declare(*match.groups())
             return
-        if found := re.match(r"\.shared \.align (\d+) \.b8 (\w+)\[(\d+)\]", statement):
-            align, name, size = int(found[1]), found[2], int(found[3])
+        if match := re.match(r"\.shared \.align (\d+) \.b8 (\w+)\[(\d+)\]", statement):
+            align, name, size = int(match[1]), match[2], int(match[3])
             if name in self._variables:
                 raise UnknownPTXError("two variables in shared memory with the same name")
             end = min(self._variables.values(), default=SHARED)
@@ -272,13 +272,13 @@ Registers_& r = *(Registers_*)warp->registers.data();
         if not any(operand.startswith("{") for operand in operands):
             return self._assign(operands[0], self._value(operands[1], kind), kind)
         packs = operands[1].startswith("{")
-        own = parts(operands[packs])
-        bits = 8 * SIZES[kind] // len(own)
+        members = parts(operands[packs])
+        bits = 8 * SIZES[kind] // len(members)
         if packs:
-            fields = (f"(u{8 * SIZES[kind]})({self._value(x, f'u{bits}')}) << {bits * i}" for i, x in enumerate(own))
+            fields = (f"(u{8 * SIZES[kind]})({self._value(x, f'u{bits}')}) << {bits * i}" for i, x in enumerate(members))
             return self._assign(operands[0], " | ".join(fields), kind)
         whole = self._value(operands[1], kind)
-        return "".join(self._assign(x, f"{whole} >> {bits * i}", f"u{bits}") for i, x in enumerate(own))
+        return "".join(self._assign(x, f"{whole} >> {bits * i}", f"u{bits}") for i, x in enumerate(members))
 
     def _choose(self, words: list[str], operands: list[str]) -> str:
         x, y = (self._value(operand, words[-1]) for operand in operands[1:3])
@@ -334,17 +334,17 @@ Registers_& r = *(Registers_*)warp->registers.data();
         place, values = (operands[1], parts(operands[0])) if loads else (operands[0], parts(operands[1]))
         n, shared = SIZES[kind] * len(values), any(word.partition("::")[0] == "shared" for word in words)
         if "param" in words:
-            where = f"parameters + {self._offsets[place.strip('[] ').partition('+')[0]]}"
+            address = f"parameters + {self._offsets[place.strip('[] ').partition('+')[0]]}"
         elif shared and place.startswith("[global_smem") and not loads:
-            where = f"shared + {self._address(place)}"  # the warps' partitions: all threads store the same values
+            address = f"shared + {self._address(place)}"  # the warps' partitions: all threads store the same values
         elif shared:
-            where = f"shared_at(l, {self._address(place)}, {n}, {str(not loads).lower()}, {self._line})"
+            address = f"shared_at(l, {self._address(place)}, {n}, {str(not loads).lower()}, {self._line})"
         elif "global" in words:
-            where = f"global_at({self._address(place)}, {n}, {self._line})"
+            address = f"global_at({self._address(place)}, {n}, {self._line})"
         else:
             raise UnknownPTXError("unknown kind of memory")
         bits = f"u{8 * SIZES[kind]}"
-        each = f"{bits}* at = ({bits}*)({where}); "
+        each = f"{bits}* at = ({bits}*)({address}); "
         if loads:
             return each + "".join(self._assign(x, self._read_as(f"at[{i}]", kind), kind) for i, x in enumerate(values))
         return each + " ".join(f"at[{i}] = {self._value(x, bits)};" for i, x in enumerate(values))

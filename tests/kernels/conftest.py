@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,14 +38,30 @@ def pytest_runtest_setup() -> None:
         pytest.exit("MINIRT_TEST_END has passed", returncode=0)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """In the interpreter, which takes long, each value of a parameter is in one case at least; other cases are exhaustive.
+
+    Which ones is drawn by their names, so that values are mixed and the choice stays. It concerns tests that make tensors.
+    """
+    seen: dict[Any, set[tuple[str, str]]] = {}
+    for item in sorted(items, key=lambda item: zlib.crc32(item.name.encode())) if len(DTYPES) == 2 else ():
+        values = {(name, str(value)) for name, value in item.callspec.params.items()} if hasattr(item, "callspec") else set()
+        if len(values) > 1 and "make" in item.fixturenames and Path(__file__).parent in item.path.parents:
+            known = seen.setdefault(item.function, set())
+            if values <= known:
+                item.add_marker(pytest.mark.exhaustive)
+            known |= values
+
+
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    """probe(name): runs a script of tests/kernels/compile with its own Triton cache and returns the JSON that it prints."""
+    """probe(name, …): runs a script of tests/kernels/compile with its own Triton cache and returns the JSON that it prints."""
 
-    def run(name: str) -> Any:
+    def run(name: str, *arguments: str) -> Any:
         environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
         environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
-        command = [sys.executable, str(Path(__file__).parent / "compile" / name)]
+        command = [sys.executable, str(Path(__file__).parent / "compile" / name), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         assert done.returncode == 0, done.stderr[-4000:]
         return json.loads(done.stdout.splitlines()[-1])
@@ -68,6 +85,13 @@ def on_hopper() -> None:
     """Skips the test on other GPUs. Without a GPU, the tests that have it can be emulated."""
     if not EMULATES and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("for Hopper")
+
+
+@pytest.fixture
+def with_pdl() -> None:
+    """Skips the test on GPUs without programmatic dependent launch."""
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("PDL needs sm_90")
 
 
 @pytest.fixture
@@ -180,9 +204,8 @@ def cache8(cache: Callable[..., Cache]) -> Callable[..., Cache8]:
             values.append(exact[1][slots])
         (k, k_scales), (v, v_scales) = quantized
         pages = {"k_pages": k, "v_pages": v, "k_scales": k_scales, "v_scales": v_scales}
-        return Cache8(
-            pages, (clean[0][0], clean[1][0], clean[0][1], clean[1][1]), wide.tables, wide.lens, keys, values
-        )
+        codes = (clean[0][0], clean[1][0], clean[0][1], clean[1][1])
+        return Cache8(pages, codes, wide.tables, wide.lens, keys, values)
 
     return build
 
@@ -200,9 +223,7 @@ def agrees() -> Callable[[Tensor, Tensor, Tensor], None]:
             pytest.fail(f"shape {list(out.shape)}, expected {list(truth.shape)}")
         if not bool(torch.isfinite(out).all()):
             pytest.fail(f"{int((~torch.isfinite(out)).sum())} of {out.numel()} values are not finite")
-        fault = bounds.fault(
-            bounds.errors(out, truth), bounds.errors(reference, truth), bounds.floor(reference.dtype)
-        )
+        fault = bounds.fault(bounds.errors(out, truth), bounds.errors(reference, truth), bounds.floor(reference.dtype))
         if fault is not None:
             pytest.fail(fault)
 

@@ -3,6 +3,7 @@ padding or from the values before the norm."""
 
 import pytest
 import torch
+from support.raising import raises
 
 from minirt.errors import InputError
 from minirt.kernels import norm as kernel
@@ -42,8 +43,7 @@ def test_norm_residual(case, dtype, make, nan, agrees):
         inputs = {"y": y.clone(), "residual": residual.clone()}
         assert torch.equal(kernel.norm_residual(weight=weight, eps=1e-5, out=inputs[name], **inputs), out)
     assert kernel.norm_residual(y[:0], weight, 1e-5, residual[:0]).shape == (0, H)
-    with pytest.raises(InputError, match="residual: wrong shape"):
-        kernel.norm_residual(y, weight, 1e-5, residual[:, :-1].contiguous())
+    raises("residual: wrong shape", kernel.norm_residual, y, weight, 1e-5, residual[:, :-1].contiguous())
     with pytest.raises(InputError, match="y: not contiguous"):
         kernel.norm_residual(make(H, T + 1, dtype=dtype).t(), weight, 1e-5, make(T + 1, H, dtype=dtype))
 
@@ -57,10 +57,8 @@ def test_in_place_and_empty(make):
 
 def test_wrong_arguments_are_named(make):
     x = make(2, 8, dtype=torch.float32)
-    with pytest.raises(InputError, match="weight: wrong shape"):
-        kernel.rms_norm(x, make(9, dtype=torch.float32), 1e-6)
-    with pytest.raises(InputError, match="x: not contiguous"):
-        kernel.rms_norm(make(8, 2, dtype=torch.float32).t(), make(8, dtype=torch.float32), 1e-6)
+    raises("weight: wrong shape", kernel.rms_norm, x, make(9, dtype=torch.float32), 1e-6)
+    raises("x: not contiguous", kernel.rms_norm, make(8, 2, dtype=torch.float32).t(), make(8, dtype=torch.float32), 1e-6)
 
 
 def check_quantized(T, H, dtype, make, nan):
@@ -71,9 +69,9 @@ def check_quantized(T, H, dtype, make, nan):
     values, scale = kernel.rms_norm_quantize(x, weight, 1e-6, out, nan(T, dtype=torch.float32))
     expected, expected_scale = quantize(kernel.rms_norm(x, weight, 1e-6))
     torch.testing.assert_close(scale, expected_scale, rtol=4 * torch.finfo(dtype).eps, atol=0)
-    found, wanted = (t.view(torch.uint8).int() for t in (values, expected))
-    assert int((found - wanted).abs().max()) <= 1
-    assert (found != wanted).float().mean().item() < 2e-3
+    codes, wanted = (t.view(torch.uint8).int() for t in (values, expected))
+    assert int((codes - wanted).abs().max()) <= 1
+    assert (codes != wanted).float().mean().item() < 2e-3
 
 
 @pytest.mark.parametrize(("T", "H"), [(1, 16), (3, 97), (5, 576)])
@@ -87,9 +85,9 @@ def test_quantized_in_groups(T, H, dtype, make, nan):
     values, scale = kernel.rms_norm_quantize(x, weight, 1e-6, out, groups, blocks=True)
     expected, expected_scale = quantize(kernel.rms_norm(x, weight, 1e-6), blocks=True)
     torch.testing.assert_close(scale, expected_scale, rtol=4 * torch.finfo(dtype).eps, atol=0)
-    found, wanted = (t.view(torch.uint8).int() for t in (values, expected))
-    assert int((found - wanted).abs().max()) <= 1
-    assert (found != wanted).float().mean().item() < 5e-3
+    codes, wanted = (t.view(torch.uint8).int() for t in (values, expected))
+    assert int((codes - wanted).abs().max()) <= 1
+    assert (codes != wanted).float().mean().item() < 5e-3
 
 
 @pytest.mark.parametrize("case", kernel.CASES, ids=str)
@@ -99,10 +97,8 @@ def test_quantized(case, dtype, make, nan):
 
 def test_quantized_wrong_arguments_are_named(make):
     x, weight = make(2, 8, dtype=torch.float32), make(8, dtype=torch.float32)
-    with pytest.raises(InputError, match="scale: wrong dtype"):
-        kernel.rms_norm_quantize(x, weight, 1e-6, None, torch.empty(2, dtype=torch.float16))
-    with pytest.raises(InputError, match="weight: wrong shape"):
-        kernel.rms_norm_quantize(x, weight[:3], 1e-6)
+    raises("scale: wrong dtype", kernel.rms_norm_quantize, x, weight, 1e-6, None, torch.empty(2, dtype=torch.float16))
+    raises("weight: wrong shape", kernel.rms_norm_quantize, x, weight[:3], 1e-6)
 
 
 @pytest.mark.gpu

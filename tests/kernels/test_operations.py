@@ -60,7 +60,7 @@ def test_importing_the_table_imports_neither_triton_nor_torch():
 def test_every_operation_with_a_cost_is_measured():
     measured = {benchmark.operation for benchmark in BENCHMARKS.values()}
     assert measured <= set(OPERATIONS)
-    assert measured | set().union(*PARTS.values()) == {name for name, own in OPERATIONS.items() if own.cost is not None}
+    assert measured | set().union(*PARTS.values()) == {name for name, entry in OPERATIONS.items() if entry.cost is not None}
     assert set(PARTS) <= measured
 
 

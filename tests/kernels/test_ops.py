@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 import torch.utils.checkpoint
+from support.raising import raises
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -131,7 +132,7 @@ def arguments(name, dtype, make, device):
     elif name in PACKED:
         for args, _ in arguments(name.removeprefix("packed_"), dtype, make, device):
             schema = getattr(torch.ops.minirt, name).default._schema
-            places = [i for i, own in enumerate(schema.arguments) if isinstance(own.type, torch.ListType)]
+            places = [i for i, argument in enumerate(schema.arguments) if isinstance(argument.type, torch.ListType)]
             args = [*args, *[None] * (len(schema.arguments) - len(args))]
             half = args[places[0]].shape[0] // 2
             if args[places[2]] is None or args[places[2]].shape[0] == args[places[0]].shape[0]:  # not scales of blocks
@@ -148,13 +149,13 @@ def tensors(result):
 
 def flat(values):
     """The values, with those of lists of tensors."""
-    return [own for value in values for own in (value if isinstance(value, list) else [value])]
+    return [item for value in values for item in (value if isinstance(value, list) else [value])]
 
 
 def copy(value):
     """A copy with the same strides."""
     if isinstance(value, list):
-        return [copy(own) for own in value]
+        return [copy(item) for item in value]
     if not isinstance(value, torch.Tensor):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
@@ -164,7 +165,7 @@ def run(function, args, options, dtype=None):
     """Results on copies of the arguments, and the arguments afterwards. `dtype`: floats of 16 bits are widened to it."""
     def widened(a):
         if isinstance(a, list):
-            return [widened(own) for own in a]
+            return [widened(item) for item in a]
         return a.to(dtype) if isinstance(a, torch.Tensor) and dtype is not None and a.dtype == torch.float16 else a
 
     args = [widened(copy(a)) for a in args]
@@ -172,9 +173,9 @@ def run(function, args, options, dtype=None):
     return tensors(function(*args, **options)) + [a for a in flat((*args, *options.values())) if isinstance(a, torch.Tensor)]
 
 
-def check_equal_codes(found, expected, most):
+def check_equal_codes(result, expected, most):
     """FP8 values may be the neighbouring code, in a share `most` of them."""
-    codes, wanted = (x.view(torch.uint8).int() for x in (found, expected))
+    codes, wanted = (x.view(torch.uint8).int() for x in (result, expected))
     assert int((codes - wanted).abs().max()) <= 1
     assert (codes != wanted).float().mean().item() <= most
 
@@ -205,28 +206,29 @@ def test_kernels_beside_the_reference(name, make, device):
 
     The reference of the same dtype and the result of the kernel are compared with the reference of fp32 values.
     """
-    own = ops.IMPLEMENTATIONS[name]
+    forms = ops.IMPLEMENTATIONS[name]
     for args, options in arguments(name, torch.float16, make, device):
         quantized = any(isinstance(a, torch.Tensor) and a.dtype == torch.float8_e4m3fn for a in flat(args))
         floor = bounds.floor(torch.float16, quantized)
         results = (
-            run(own.kernel, args, options), run(own.reference, args, options), run(own.reference, args, options, torch.float32),
+            run(forms.kernel, args, options), run(forms.reference, args, options),
+            run(forms.reference, args, options, torch.float32),
         )  # fmt: skip
-        for found, expected, exact in zip(*results, strict=True):
-            assert (found.shape, found.dtype, found.stride()) == (expected.shape, expected.dtype, expected.stride())
-            if not found.is_floating_point():
-                assert torch.equal(found, expected)
-            elif found.numel():
-                errors = bounds.errors(found, exact), bounds.errors(expected, exact)
+        for result, expected, exact in zip(*results, strict=True):
+            assert (result.shape, result.dtype, result.stride()) == (expected.shape, expected.dtype, expected.stride())
+            if not result.is_floating_point():
+                assert torch.equal(result, expected)
+            elif result.numel():
+                errors = bounds.errors(result, exact), bounds.errors(expected, exact)
                 assert bounds.fault(*errors, floor) is None
 
 
 @pytest.mark.parametrize("name", sorted(FP8))
 def test_quantizing_kernels_beside_the_reference(name, make, device):
     """A value may be the next e4m3 code, because the two norms differ in the last bit."""
-    own = ops.IMPLEMENTATIONS[name]
+    forms = ops.IMPLEMENTATIONS[name]
     for args, options in arguments(name, torch.float32, make, device):
-        (values, scale), (expected, expected_scale) = own.kernel(*args, **options), own.reference(*args, **options)
+        (values, scale), (expected, expected_scale) = forms.kernel(*args, **options), forms.reference(*args, **options)
         torch.testing.assert_close(scale, expected_scale, rtol=1e-6, atol=0)
         assert values.stride() == expected.stride()
         check_equal_codes(values, expected, 5e-3)
@@ -239,8 +241,8 @@ def test_a_cpu_runs_the_reference(name, make):
         if any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in args):
             pytest.skip("the fixtures make tensors of the GPU")
         if not options:
-            own = run(getattr(torch.ops.minirt, name), args, {}), run(lambda *given: ops.call(name, *given), args, {})
-            for one, other in zip(*own, strict=True):
+            results = run(getattr(torch.ops.minirt, name), args, {}), run(lambda *given: ops.call(name, *given), args, {})
+            for one, other in zip(*results, strict=True):
                 assert torch.equal(one.float(), other.float())
 
 
@@ -266,8 +268,8 @@ def test_compiled_whole_with_a_dynamic_size(make):
     compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=counter)
     for T in (3, 5, 11):
         args = block_arguments(make, T)
-        for found, expected in zip(compiled(*args), block(*args), strict=True):
-            assert torch.equal(found, expected)
+        for result, expected in zip(compiled(*args), block(*args), strict=True):
+            assert torch.equal(result, expected)
     assert counter.frame_count == 1
 
 
@@ -313,10 +315,9 @@ def test_wrong_arguments_are_named(name, place, change, message, make, device):
     args, options = next(arguments(name, torch.float32, make, device))
     args = list(args)
     args[place] = change(args[place])
-    own, op = ops.IMPLEMENTATIONS[name], getattr(torch.ops.minirt, name)
-    for function in (own.kernel, own.reference, op):
-        with pytest.raises(InputError, match=message):
-            function(*args, **options)
+    forms, op = ops.IMPLEMENTATIONS[name], getattr(torch.ops.minirt, name)
+    for function in (forms.kernel, forms.reference, op):
+        raises(message, function, *args, **options)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, pytest.raises(InputError, match=message):
         op(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args), **options)
 
@@ -324,17 +325,15 @@ def test_wrong_arguments_are_named(name, place, change, message, make, device):
 def test_another_device_is_named():
     """On the meta device as well, which no kernel serves."""
     x, weight = torch.ones(2, 8), torch.ones(8, device="meta")
-    with pytest.raises(InputError, match="weight: wrong device; expected cpu; found meta"):
-        ops.call("rms_norm", x, weight, 1e-6)
-    with pytest.raises(InputError, match="x: unsupported device; expected cuda or cpu; found meta"):
-        ops.call("rms_norm", weight[None], weight, 1e-6)
+    raises("weight: wrong device; expected cpu; found meta", ops.call, "rms_norm", x, weight, 1e-6)
+    raises("x: unsupported device; expected cuda or cpu; found meta", ops.call, "rms_norm", weight[None], weight, 1e-6)
 
 
-@pytest.mark.parametrize(("found", "what"), [(0, "an AMD GPU"), (75, "compute capability 7.5")])
-def test_a_gpu_without_kernels_is_refused(found, what, make, device, monkeypatch):
+@pytest.mark.parametrize(("capability", "what"), [(0, "an AMD GPU"), (75, "compute capability 7.5")])
+def test_a_gpu_without_kernels_is_refused(capability, what, make, device, monkeypatch):
     """As the layers' plan does. There is no silent use of the reference on a GPU."""
     args, options = next(arguments("norm_linear", torch.float32, make, device))
-    monkeypatch.setattr(ops, "capability", lambda device: found)
+    monkeypatch.setattr(ops, "capability", lambda device: capability)
     with pytest.raises(UnsupportedError, match=f"x: no kernels for this device; .*found {what}"):
         ops.IMPLEMENTATIONS["norm_linear"].kernel(*args, **options)
 
@@ -358,22 +357,20 @@ def test_gradients_are_refused_by_name(name, make, device):
     """
     for args, options in arguments(name, torch.float32, make, device):
         given = dict(zip(ops.IMPLEMENTATIONS[name].names, args, strict=False)) | options
-        for where, value in given.items():
+        for place, value in given.items():
             if not isinstance(value, torch.Tensor) or not value.is_floating_point():
                 continue
             functions = [lambda **named: getattr(torch.ops.minirt, name)(**named)]
             if not options:
                 functions.append(lambda **named: ops.call(name, *named.values()))
             for function in functions:
-                with pytest.raises(InputError, match=f"^{where}: needs a gradient; "):
-                    function(**given | {where: value.detach().requires_grad_()})
+                raises(f"^{place}: needs a gradient; ", function, **given | {place: value.detach().requires_grad_()})
                 with torch.no_grad():
-                    function(**given | {where: value.detach().requires_grad_()})
+                    function(**given | {place: value.detach().requires_grad_()})
                 if value.dtype == torch.float32:
                     with torch.no_grad(), forward_ad.dual_level():
                         dual = forward_ad.make_dual(value, torch.ones_like(value))
-                        with pytest.raises(InputError, match=rf"^{where}: needs a gradient \(forward mode\)"):
-                            function(**given | {where: dual})
+                        raises(rf"^{place}: needs a gradient \(forward mode\)", function, **given | {place: dual})
 
 
 @pytest.mark.parametrize("function", [torch.ops.minirt.rms_norm, functional.rms_norm])
@@ -395,10 +392,9 @@ def test_transformed_functions_are_right_or_refused(function, make):
         lambda: torch.vmap(lambda v: torch.func.jvp(norm, (x,), (v,)))(ones[None]),
     ]  # fmt: skip
     for transformed in refused:
-        with pytest.raises(InputError, match=r"^x: needs a gradient"):
-            transformed()
+        raises(r"^x: needs a gradient", transformed)
     many = torch.stack([x, -2 * x])
-    assert torch.equal(torch.vmap(norm)(many), torch.stack([norm(own) for own in many]))
+    assert torch.equal(torch.vmap(norm)(many), torch.stack([norm(rows) for rows in many]))
     assert torch.equal(torch.func.jvp(lambda y: norm(x) * y, (x,), (ones,))[1], norm(x))
 
 
@@ -409,8 +405,7 @@ def test_pages_that_a_backward_pass_needs_are_not_written_unnoticed(make, device
     weight = torch.ones_like(pages).requires_grad_()
     loss = (pages * weight).sum()
     torch.ops.minirt.qk_norm_rope_kv_write(*args, **options)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+    raises("modified by an inplace operation", loss.backward, error=RuntimeError)
 
 
 def test_a_cpu_needs_no_triton():

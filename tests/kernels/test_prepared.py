@@ -10,12 +10,16 @@ def seen(probe):
     return probe("prepared_probe.py")
 
 
-def test_every_kernel_is_launched_as_by_triton(seen):
-    assert seen["differences"] == []
-    assert seen["seen"] == seen["all"]
+@pytest.mark.exhaustive
+def test_every_kernel_is_launched_as_by_triton(probe):
+    """With the arguments of its calls, and with each of them changed."""
+    every = probe("prepared_probe.py", "every kernel")
+    assert every["differences"] == []
+    assert every["seen"] == every["all"]
 
 
 def test_every_kernel_is_prepared(seen):
+    """Catches a kernel whose decorator was forgotten."""
     assert len(seen["prepared"]) > 30
     assert seen["prepared"] == seen["all"]
 
@@ -27,31 +31,18 @@ def test_triton_launches_once_for_a_specialization_and_a_device(seen):
     assert seen["device"] == [[1, 1], [1, 0], [1, 0]]
 
 
-def test_a_record_as_the_last_argument_is_no_tuple_of_arguments(seen):
-    assert seen["constants last"] == [[1, 1], [1, 0]]
-
-
-def test_a_known_tma_descriptor_is_not_encoded_again(seen):
+def test_what_takes_part_in_a_launch(seen):
+    """A record as the last argument is no tuple of arguments; a known TMA descriptor is not encoded again; a hook gets its
+    launches; grids have one to three sizes."""
+    assert seen["constants last"] == seen["hook"] == [[1, 1], [1, 0]]
     assert seen["encoded"][2:] == [0, 0, 0]
-
-
-@pytest.mark.parametrize("case", ["large", "subclass", "scratch"])
-def test_what_is_not_covered_goes_through_triton(seen, case):
-    assert set(map(tuple, seen[case])) == {(1, 1)}
-
-
-def test_a_launch_hook_gets_its_launches(seen):
-    assert seen["hook"] == [[1, 1], [1, 0]]
-
-
-@pytest.mark.parametrize("context", ["ahead", "skipped"])
-def test_nothing_runs_where_launches_only_compile_or_do_nothing(seen, context):
-    inside, after = seen[context]
-    assert (inside[0], after) == (0, [1, 0])
-
-
-def test_grids_of_one_to_three_sizes(seen):
     assert seen["grids"] == [[5, 1, 1, 700], [5, 6, 1, 700], [5, 6, 7, 700], [8, 9, 1, 700]]
+
+
+def test_what_is_not_covered_goes_through_triton_or_does_not_run(seen):
+    """Large numbers, subclasses and scratch memory; contexts in which launches only compile, or do nothing."""
+    assert {tuple(count) for case in ("large", "subclass", "scratch") for count in seen[case]} == {(1, 1)}
+    assert [(inside[0], after) for inside, after in (seen["ahead"], seen["skipped"])] == [(0, [1, 0])] * 2
 
 
 def test_another_interface_of_triton_means_its_own_path_and_one_warning(seen):

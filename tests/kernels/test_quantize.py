@@ -3,8 +3,8 @@ beyond the largest value; NaN that turn into numbers; parts of a row that no pro
 
 import pytest
 import torch
+from support.raising import raises
 
-from minirt.errors import InputError
 from minirt.kernels import quantize as kernel
 from minirt.kernels import reference
 
@@ -37,8 +37,8 @@ def check_groups(x, nan):
     out = torch.full((T, K), 0x7F, dtype=torch.uint8, device=x.device).view(FP8)
     values, scale = kernel.quantize(x, out, nan(T, -(-K // 128), dtype=torch.float32), blocks=True)
     for group, first in enumerate(range(0, K, 128)):
-        own = slice(first, first + 128)
-        check_nearest(x[:, own], values[:, own], scale[:, group])
+        group = slice(first, first + 128)
+        check_nearest(x[:, group], values[:, group], scale[:, group])
     expected, expected_scale = reference.quantize_fp8_blocks(x, T)
     assert torch.equal(values.view(torch.uint8), expected.contiguous().view(torch.uint8))
     assert torch.equal(scale, expected_scale)
@@ -104,14 +104,10 @@ def test_empty(make):
 
 def test_wrong_arguments_are_named(make):
     x = make(2, 8, dtype=torch.float32)
-    with pytest.raises(InputError, match="out: wrong dtype"):
-        kernel.quantize(x, torch.empty(2, 8))
-    with pytest.raises(InputError, match="scale: wrong shape"):
-        kernel.quantize(x, None, torch.empty(3))
-    with pytest.raises(InputError, match=r"scale: wrong shape; expected \[2, 1\]"):
-        kernel.quantize(x, None, torch.empty(1, 2), blocks=True)
-    with pytest.raises(InputError, match="x: unsupported dtype"):
-        kernel.quantize(x.double())
+    raises("out: wrong dtype", kernel.quantize, x, torch.empty(2, 8))
+    raises("scale: wrong shape", kernel.quantize, x, None, torch.empty(3))
+    raises(r"scale: wrong shape; expected \[2, 1\]", kernel.quantize, x, None, torch.empty(1, 2), blocks=True)
+    raises("x: unsupported dtype", kernel.quantize, x.double())
 
 
 def test_every_part_of_a_row_is_written(make, nan):

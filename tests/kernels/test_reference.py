@@ -15,11 +15,9 @@ PAGE = 16
 NKV, GROUP, D = 2, 3, 32
 # (new tokens, cached tokens with the new ones) of each sequence
 STEPS = {
-    "decode": [(1, 1), (1, 17), (1, 300)],
-    "one": [(1, 41)],
-    "prompt": [(7, 7)],
+    "decode": [(1, 1), (1, 17), (1, 300)], "one": [(1, 41)], "prompt": [(7, 7)],
     "mixed": [(40, 40), (1, 33), (9, 90), (1, 5)],
-}
+}  # fmt: skip
 
 
 def problem(step, dtype, seed):
@@ -30,11 +28,11 @@ def problem(step, dtype, seed):
     tables = torch.zeros(len(counts), max(counts), dtype=torch.int32)
     k, v = (torch.full((sum(counts), PAGE, NKV, D), math.nan, dtype=dtype) for _ in range(2))
     for row, ((_, total), count) in enumerate(zip(STEPS[step], counts, strict=True)):
-        own = [order.pop() for _ in range(count)]
-        tables[row, :count] = torch.tensor(own)
+        taken = [order.pop() for _ in range(count)]
+        tables[row, :count] = torch.tensor(taken)
         for t in range(total):
             for pages in (k, v):
-                pages[own[t // PAGE], t % PAGE] = torch.randn(NKV, D, generator=random).to(dtype)
+                pages[taken[t // PAGE], t % PAGE] = torch.randn(NKV, D, generator=random).to(dtype)
     q = torch.randn(sum(new for new, _ in STEPS[step]), NKV * GROUP, D, generator=random).to(dtype)
     return q, k, v, tables
 
@@ -58,9 +56,9 @@ def attention(q, k, v, tables, step, scale):
 
 def spoil(kind, q, k, v, tables, step):
     """Put NaN, infinities or large numbers into the last sequence, at its last token where only one is concerned."""
-    (new, total), own = STEPS[step][-1], tables[-1]
-    page, place = own[(total - 1) // PAGE].long(), (total - 1) % PAGE
-    mine, pages = slice(q.shape[0] - new, None), own[: -(-total // PAGE)].long()
+    (new, total), last_table = STEPS[step][-1], tables[-1]
+    page, place = last_table[(total - 1) // PAGE].long(), (total - 1) % PAGE
+    mine, pages = slice(q.shape[0] - new, None), last_table[: -(-total // PAGE)].long()
     if kind == "q NaN":
         q[mine] = math.nan
     elif kind == "one q NaN":
@@ -70,7 +68,7 @@ def spoil(kind, q, k, v, tables, step):
     elif kind == "k NaN":
         k[page, place, 1, 7] = math.nan
     elif kind == "first k NaN":
-        k[own[0].long(), 0, 0, 7] = math.nan
+        k[last_table[0].long(), 0, 0, 7] = math.nan
     elif kind == "k inf":
         k[pages, :, :, 5] = math.inf
     elif kind == "overflow":  # of the scores; in fp16 of q and k

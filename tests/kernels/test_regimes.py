@@ -7,17 +7,17 @@ from minirt.kernels.regimes import SPECIAL_KERNELS, TABLES, up_to
 
 def test_special_kernels_are_those_of_the_tables():
     regimes = [regime for module, name in TABLES for regime in getattr(import_module(module), name)]
-    found = {}
+    declared = {}
     for regime in regimes:
         if regime.capability is not None and regime.limits is not None:
-            limits, kernels = regime.limits, found.setdefault(regime.capability, {})
+            limits, kernels = regime.limits, declared.setdefault(regime.capability, {})
             formats, head_dims = kernels.get(regime.kernel, (set(), set()))
             kernels[regime.kernel] = formats | {*limits.formats}, head_dims | {*getattr(limits, "head_dims", ())}
     stated = {
         capability: {name: ({*formats}, {*head_dims}) for name, (_, formats, head_dims) in kernels.items()}
         for capability, kernels in SPECIAL_KERNELS.items()
     }
-    assert stated == found
+    assert stated == declared
 
 
 UNDECLARED = {"EARLY", "PREFILL_SEQUENCES", "CHUNK_PROMPTS"}  # tables of sizes, not of kernels

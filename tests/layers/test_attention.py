@@ -44,13 +44,13 @@ OWN = {
 }  # fmt: skip
 
 
-def make(impl, heads, kv_heads, head_dim, own):
+def make(impl, heads, kv_heads, head_dim, changes):
     sizes = {"hidden_size": HIDDEN, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 11, "head_dim": head_dim}
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "rms_norm_eps": EPS, "rope_theta": 10000.0}
     config = models.parse_config({"model_type": "llama", "max_position_embeddings": LENGTH, **sizes})
-    settings = replace(config.attention(), **{key: value for key, value in own.items() if key != "post_norm"})
+    settings = replace(config.attention(), **{key: value for key, value in changes.items() if key != "post_norm"})
     layer = Attention(
-        config, name="attention", norm="norm", prefix="self", settings=settings, post_norm=own.get("post_norm"),
+        config, name="attention", norm="norm", prefix="self", settings=settings, post_norm=changes.get("post_norm"),
         post_norm_eps=0.25, names={"o_proj": "dense"},
     )  # fmt: skip
     layer.context = LayerContext(LENGTH, DEVICE)
@@ -76,18 +76,18 @@ def truth(settings, w, x):
 
     It is computed from the checkpoint's tensors, so it does not know how layers pack them.
     """
-    own, x, nq, d = settings, x.double().cpu(), settings.num_heads, settings.head_dim
-    group, rope, window = nq // own.num_kv_heads, own.rope, own.window or len(x)
+    layer, x, nq, d = settings, x.double().cpu(), settings.num_heads, settings.head_dim
+    group, rope, window = nq // layer.num_kv_heads, layer.rope, layer.window or len(x)
     h = normalized(x, w["norm.weight"], EPS)
 
     def linear(name):
         return h @ w[f"self.{name}_proj.weight"].T + w.get(f"self.{name}_proj.bias", 0)
 
     q, k, v = (linear(name).view(len(x), -1, d) for name in "qkv")
-    gate = linear("gate").view(len(x), nq, d) if own.gate == "gate_proj" else None
-    if own.gate == "q_proj":  # the rows of a head are those of q, then those of the gate
+    gate = linear("gate").view(len(x), nq, d) if layer.gate == "gate_proj" else None
+    if layer.gate == "q_proj":  # the rows of a head are those of q, then those of the gate
         q, gate = linear("q").view(len(x), nq, 2 * d).chunk(2, -1)
-    if own.qk_norm is not None:
+    if layer.qk_norm is not None:
         q, k = normalized(q, w.get("self.q_norm.weight"), EPS), normalized(k, w.get("self.k_norm.weight"), EPS)
     if rope is not None:
         r = int(d * rope.partial_rotary_factor)
@@ -106,16 +106,16 @@ def truth(settings, w, x):
     for i in range(nq):
         for t in range(len(x)):
             seen = slice(max(0, t - window + 1), t + 1)
-            a[t, i] = ((k[seen, i // group] @ q[t, i]) * own.scale).softmax(0) @ v[seen, i // group]
+            a[t, i] = ((k[seen, i // group] @ q[t, i]) * layer.scale).softmax(0) @ v[seen, i // group]
     if gate is not None:
         a = a / (1 + (-gate).exp())
     y = a.flatten(1) @ w["self.dense.weight"].T + w.get("self.dense.bias", 0)
     return x + (normalized(y, w["post.weight"], 0.25) if "post.weight" in w else y)
 
 
-def worst_error(impl, heads, kv_heads, head_dim, own):
+def worst_error(impl, heads, kv_heads, head_dim, changes):
     """The largest error of a row of what the layer adds to x, in all steps, relative to the row's norm."""
-    layer, weights = make(impl, heads, kv_heads, head_dim, own)
+    layer, weights = make(impl, heads, kv_heads, head_dim, changes)
     cache = KVCache([layer.cache_spec], 7, DEVICE)
     for pages in cache.layers[0][:2]:
         pages.fill_(float("nan"))
@@ -156,9 +156,9 @@ WRONG = [("qk_norm", "weight"), ("qk_norm", True), ("gate", "o_proj"), ("scale",
 @pytest.mark.parametrize(("name", "value"), [*WRONG, ("window", 0)])
 def test_unknown_settings_are_refused(name, value):
     """Catches a misspelled setting that computes attention without it."""
-    own = AttentionSettings(4, 2, 16, None, 0.25)
+    wrong = AttentionSettings(4, 2, 16, None, 0.25)
     with pytest.raises(ConfigError, match=f"{name} of attention; .*found"):
-        replace(own, **{name: value})
+        replace(wrong, **{name: value})
 
 
 def windowed(config):
@@ -172,12 +172,12 @@ def test_a_window_equals_that_of_transformers(hf_folder):
     prompt = torch.randint(3, 211, (73,), generator=torch.Generator().manual_seed(1)).tolist()
     options = {"layers": windowed, "max_num_batched_tokens": 7, "kv_cache_memory": 1 << 22, "device": "cpu"}
     with torch.inference_mode(), Generator.from_pretrained(folder, **options) as generator:
-        found = generator.logits(prompt)
-        torch.testing.assert_close(found, theirs(torch.tensor([prompt])).logits[0], rtol=1e-4, atol=1e-4)
+        logits = generator.logits(prompt)
+        torch.testing.assert_close(logits, theirs(torch.tensor([prompt])).logits[0], rtol=1e-4, atol=1e-4)
         tokens = generator.generate(prompt, SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)).token_ids
         assert theirs(torch.tensor([prompt + tokens])).logits[0].argmax(-1)[len(prompt) - 1 : -1].tolist() == tokens
     with Generator.from_pretrained(folder, device="cpu", kv_cache_memory=1 << 22) as generator:
-        assert (generator.logits(prompt) - found).abs().max() > 0.1, "without a window, the logits differ"
+        assert (generator.logits(prompt) - logits).abs().max() > 0.1, "without a window, the logits differ"
 
 
 def test_the_plan_says_why_a_window_is_eager(hf_folder):

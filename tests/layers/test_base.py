@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.package import ROOT
+from support.raising import raises
 
 from minirt import device, kernels, models
 from minirt.errors import InputError, UnsupportedError
@@ -50,10 +51,10 @@ def hopper(monkeypatch):
     launch.capability.cache_clear()
 
 
-def planned(impl, where=GPU, dtype=torch.float32):
+def planned(impl, place=GPU, dtype=torch.float32):
     config = models.parse_config(SIZES)
     model = Model(config, models.build(config))
-    model.device, model.dtype = where, dtype
+    model.device, model.dtype = place, dtype
     model.resolve(impl)
     return model
 
@@ -73,21 +74,16 @@ def test_other_arguments_of_register():
     for name in ("a", "_a", "A-1.b+c", "0"):
         register("mlp", name)(eager("mlp"))
         assert implementation("mlp", name).capturable is False
-    with pytest.raises(InputError, match="unsupported= is not a function"):
-        register("mlp", "x", unsupported="never")
-    with pytest.raises(InputError, match="capturable= is not a bool"):
-        register("mlp", "x", capturable="yes")
-    with pytest.raises(InputError, match="not a factory"):
-        register("mlp", "x")(None)
-    with pytest.raises(InputError, match="unusable kind of layer"):
-        register(["mlp"], "x")
+    raises("unsupported= is not a function", register, "mlp", "x", unsupported="never")
+    raises("capturable= is not a bool", register, "mlp", "x", capturable="yes")
+    raises("not a factory", register("mlp", "x"), None)
+    raises("unusable kind of layer", register, ["mlp"], "x")
     assert not base.has_implementation("mlp", "x")
 
 
 @pytest.mark.parametrize("impl", [None, 3, [None], ["eager", 3], b"eager", [["eager"]]], ids=repr)
 def test_choices_that_are_no_strings(impl):
-    with pytest.raises(UnsupportedError, match="not an implementation choice"):
-        parse_impl(impl)
+    raises("not an implementation choice", parse_impl, impl, error=UnsupportedError)
 
 
 def test_a_factory_without_a_result():
@@ -109,8 +105,7 @@ def test_an_amd_gpu_has_eager_layers(hopper, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.2")
     assert {row.implementation for row in planned("auto").plan.rows} == {"eager"}
     assert "AMD" in planned("auto").plan.rows[1].reason
-    with pytest.raises(UnsupportedError, match=r"--impl triton: triton cannot run embedding: .*AMD GPU"):
-        planned("triton")
+    raises(r"--impl triton: triton cannot run embedding: .*AMD GPU", planned, "triton", error=UnsupportedError)
 
 
 @pytest.mark.parametrize("value", ["1", "true", "ON"])
@@ -118,16 +113,14 @@ def test_bfloat16_in_the_interpreter(value, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", value)
     assert planned("triton", CPU, torch.float16).plan.rows[0].implementation == "triton"
     for impl in ("triton", ["eager", "layers.1.mlp=triton"]):
-        with pytest.raises(UnsupportedError, match="interpreter gives wrong bfloat16 products"):
-            planned(impl, CPU, torch.bfloat16)
+        raises("interpreter gives wrong bfloat16 products", planned, impl, CPU, torch.bfloat16, error=UnsupportedError)
     assert planned("eager", CPU, torch.bfloat16).plan.rows[0].implementation == "eager"
 
 
 def test_the_interpreter_is_no_gpu(hopper, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert "TRITON_INTERPRET" in planned("auto").plan.rows[0].reason
-    with pytest.raises(UnsupportedError, match="TRITON_INTERPRET"):
-        planned("triton")
+    raises("TRITON_INTERPRET", planned, "triton", error=UnsupportedError)
 
 
 def test_which_models_cuda_graphs_can_hold(hopper):

@@ -5,13 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
-from transformers.models.qwen3_5 import modeling_qwen3_5
-from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 from minirt import models
 from minirt.errors import ConfigError
-from minirt.kernels import reference
 from minirt.layers import Embedding, GatedDeltaNet, Head, implementation
 from minirt.loading import checkpoint
 from minirt.modeling.config import GatedDeltaNetConfig
@@ -61,45 +57,6 @@ def batch_of(*members: tuple[int, int, int]) -> Batch:
     return Batch.build(chunks, 64).to(DEVICE)
 
 
-def theirs(layer: GatedDeltaNet) -> modeling_qwen3_5.Qwen3_5GatedDeltaNet:
-    """transformers' module with the layer's weights."""
-    config = Qwen3_5TextConfig(
-        hidden_size=H, linear_num_key_heads=layer.heads.num_k_heads, linear_num_value_heads=layer.heads.num_v_heads,
-        linear_key_head_dim=DK, linear_value_head_dim=DV, rms_norm_eps=EPS, num_hidden_layers=1, layer_types=["linear_attention"],
-        num_attention_heads=2, num_key_value_heads=1,
-    )  # fmt: skip
-    module = modeling_qwen3_5.Qwen3_5GatedDeltaNet(config, 0).to(DEVICE)
-    z, a = layer.channels, layer.heads.num_v_heads
-    tensors = {
-        "in_proj_qkv.weight": layer.in_proj.weight[:z], "in_proj_z.weight": layer.in_proj.weight[z:],
-        "in_proj_b.weight": layer.in_proj_ba.weight[:a], "in_proj_a.weight": layer.in_proj_ba.weight[a:],
-        "conv1d.weight": layer.conv.weight, "A_log": layer.A_log.weight, "dt_bias": layer.dt_bias.weight,
-        "norm.weight": layer.gated_norm.weight, "out_proj.weight": layer.out_proj.weight,
-    }  # fmt: skip
-    module.load_state_dict(tensors)
-    return module
-
-
-@pytest.mark.parametrize("heads", [(2, 2), (2, 4), (2, 6), (1, 4)])
-@pytest.mark.parametrize("chunks", [(1, 17, 63, 64, 65, 1, 1), (200, 1, 1, 1)], ids=str)
-@torch.inference_mode()
-def test_eager_is_transformers(heads: tuple[int, int], chunks: tuple[int, ...]) -> None:
-    """Catches another order of heads or gates, a wrong scale, and a state that is not handed on between chunks."""
-    layer = layer_of(heads=heads)
-    module, state = theirs(layer), state_of(layer)
-    x, start, outs = values(sum(chunks), H), 0, []
-    for count in chunks:
-        outs.append(layer(x[start : start + count], batch_of((count, start, 1)), state))
-        start += count
-    h = reference.rms_norm(x, layer.norm.weight, EPS).unsqueeze(0)
-    expected = module(h)[0]
-    torch.testing.assert_close(torch.cat(outs) - x, expected, rtol=2e-4, atol=2e-5)
-    cache = DynamicCache(config=Qwen3_5TextConfig(num_hidden_layers=1, layer_types=["linear_attention"]))
-    for count in (len(x) - 1, 1):
-        expected = module(h[:, :count] if count > 1 else h[:, -1:], cache=cache)[0]
-    torch.testing.assert_close(outs[-1][-1:] - x[-1:], expected[-1:], rtol=2e-4, atol=2e-5)
-
-
 @pytest.mark.parametrize("quantization", [None, Quantization("fp8"), Quantization("int4")], ids=str)
 @torch.inference_mode()
 def test_triton_is_eager(quantization: Quantization | None) -> None:
@@ -109,9 +66,9 @@ def test_triton_is_eager(quantization: Quantization | None) -> None:
     for members in (((1, 0, 2),), ((1, 1, 2), (70, 0, 0)), ((1, 70, 0), (1, 2, 2)), ((3, 3, 2), (1, 71, 0))):
         x = values(sum(count for count, _, _ in members), H, seed=len(members))
         batch = batch_of(*members)
-        found, expected = (layer(x, batch, state) for layer, state in zip((mine, plain), states, strict=True))
+        result, expected = (layer(x, batch, state) for layer, state in zip((mine, plain), states, strict=True))
         bound = 1e-4 if quantization is None else 2e-2
-        assert (found - expected).norm() < bound * (expected - x).norm()
+        assert (result - expected).norm() < bound * (expected - x).norm()
     slots = torch.tensor([0, 2], device=DEVICE)
     for name in ("conv", "recurrent"):
         difference = states[0][name][slots].nan_to_num(0) - states[1][name][slots].nan_to_num(0)
@@ -127,12 +84,12 @@ def test_steps_are_undone(impl: str) -> None:
     Only the device's lengths are right; the host's are upper bounds, as in the engine. Catches a layer that asks the host how
     many tokens stayed, and drafts that leave a trace in the state.
     """
-    plain, own = layer_of(heads=(1, 2)), layer_of(impl=impl, heads=(1, 2))
-    own.context.undoable = 3
+    plain, layer = layer_of(heads=(1, 2)), layer_of(impl=impl, heads=(1, 2))
+    layer.context.undoable = 3
     kept_counts = (1, 3, 2, 1) if impl == "eager" else (1, 2)
     x, wrong = values(sum(kept_counts) + 5, H), values(2, H, seed=9)
     expected = plain(x, batch_of((len(x), 0, 1)), state_of(plain))
-    state, length, outs = state_of(own), 0, []
+    state, length, outs = state_of(layer), 0, []
     assert {name: tensor.shape[1] for name, tensor in state.items() if name != "recurrent"} == {
         "conv": 3 + 2 * 3, "gates": 3 + 2 * 3, "folded": 2,
     }  # fmt: skip
@@ -140,11 +97,11 @@ def test_steps_are_undone(impl: str) -> None:
         tokens = torch.cat((x[length : length + kept], wrong))[:3]
         batch = batch_of((3, length, 1))
         bounds = dataclasses.replace(batch, seq_lens=tuple(n + 2 for n in batch.seq_lens))
-        outs.append(own(tokens, bounds, state)[:kept])
+        outs.append(layer(tokens, bounds, state)[:kept])
         length += kept
     assert state["folded"][1].eq(length - kept_counts[-1]).all()  # the last step's tokens are not in the matrices yet
     if impl == "eager":  # a part of a prompt folds all its tokens
-        outs.append(own(x[length:], batch_of((5, length, 1)), state))
+        outs.append(layer(x[length:], batch_of((5, length, 1)), state))
         assert state["folded"][1].eq(length + 5).all()
     torch.testing.assert_close(torch.cat(outs), expected[: sum(map(len, outs))], rtol=1e-4, atol=2e-5)
 

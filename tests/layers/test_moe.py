@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoints import load
+from support.weights import InBlocks
 
 from minirt import models
 from minirt.bench.read_bytes import expected_experts, layer_read_bytes
@@ -15,7 +17,7 @@ from minirt.layers import MoE, implementation, register
 from minirt.layers.base import triton_unsupported
 from minirt.loading import checkpoint
 from minirt.modeling.config import ModelConfig
-from minirt.modeling.formats import FormatChoice, Quantization, StoredFp8Blocks
+from minirt.modeling.formats import Quantization, StoredFp8Blocks
 from minirt.modeling.model import Model
 from minirt.step.batch import Batch
 
@@ -89,7 +91,8 @@ def test_eager_is_the_definition(options: dict[str, Any], T: int) -> None:
     assert (layer(x, NO_BATCH) - x).norm() > 0.1 * x.norm()
 
 
-def test_router_takes_the_lower_of_equal_experts() -> None:
+def test_router() -> None:
+    """The lower of equal experts; normalized in fp32 and rounded last; a row with NaN concerns no other."""
     logits = torch.zeros(3, 70)
     logits[1, [69, 8, 31]] = 2.0
     logits[2, 40:] = -torch.inf
@@ -98,9 +101,6 @@ def test_router_takes_the_lower_of_equal_experts() -> None:
     assert weights[0].tolist() == [0.25] * 4
     assert weights[1, :3].unique().numel() == 1
     assert weights[1, 3] < weights[1, 2]
-
-
-def test_router_normalizes_in_fp32_and_rounds_last() -> None:
     logits = values(33, 19).bfloat16()
     weights, experts = reference.route(logits, 5, True)
     exact = logits.double().softmax(-1).gather(1, experts)
@@ -109,9 +109,6 @@ def test_router_normalizes_in_fp32_and_rounds_last() -> None:
     assert (weights - exact).abs().max() <= 2**-9 * exact.max()
     plain, _ = reference.route(logits, 5, False)
     assert plain.sum(1).max() < 1
-
-
-def test_a_router_row_with_nan() -> None:
     logits = values(2, 9)
     logits[1, 4] = torch.nan
     weights, experts = reference.route(logits, 3, True)
@@ -121,20 +118,19 @@ def test_a_router_row_with_nan() -> None:
 
 
 def test_fp8_experts_are_quantized_like_single_linears() -> None:
+    """Catches a scale of another expert or part. The router and the shared expert's gate stay as they are."""
     plain, layer = mixture(), mixture(Quantization("fp8"))
     assert {p.format is None for p in (layer.router, layer.norm, layer.shared_gate)} == {True}
+    rows = {"gate_proj": slice(37), "up_proj": slice(37, None), "down_proj": slice(None)}
     for name in ("gate_up", "down"):
-        stacked, (weight, scale) = getattr(plain, name).stacked[0], getattr(layer, name).stacked
-        for part in getattr(layer, name).expected():
-            getattr(layer, name).load(part[0], stacked[int(part[0].split(".")[5])][_rows(part[0], 37)])
-        for e in range(11):
-            expected, expected_scale = reference.quantize_fp8(stacked[e])
-            assert torch.equal(weight[e].view(torch.uint8), expected.view(torch.uint8))
-            assert torch.equal(scale[e], expected_scale)
-
-
-def _rows(name: str, inter: int) -> slice:
-    return {"gate": slice(inter), "up": slice(inter, None), "down": slice(None)}[name.split(".")[6].removesuffix("_proj")]
+        held, stacked = getattr(layer, name), getattr(plain, name).stacked[0]
+        for spec in held.expected():
+            expert, part = spec.name.split(".")[5:7]
+            held.load(spec.name, stacked[int(expert)][rows[part]])
+        for weight, scale, exact in zip(*held.stacked, stacked, strict=True):
+            expected, expected_scale = reference.quantize_fp8(exact)
+            assert torch.equal(weight.view(torch.uint8), expected.view(torch.uint8))
+            assert torch.equal(scale, expected_scale)
 
 
 def test_fp8_outputs() -> None:
@@ -158,6 +154,7 @@ def test_fp8_outputs() -> None:
 
 
 def test_what_the_layer_states() -> None:
+    """Bytes and operations by hand; the experts of many tokens against random draws."""
     layer = mixture()
     assert layer.residual
     assert layer.cache_spec is None
@@ -170,10 +167,6 @@ def test_what_the_layer_states() -> None:
     fp8 = mixture(Quantization("fp8"))
     scales = 4 * (2 * 37 + 48)
     assert fp8.decode_read_bytes(torch.bfloat16) == 3 * (one + scales) + 2 * (48 + 48 * 11 + 48) + 3 * 48 * 29 + 4 * (58 + 48)
-
-
-def test_expected_experts() -> None:
-    """Against random draws."""
     generator = torch.Generator().manual_seed(3)
     for tokens in (1, 4, 100):
         draws = [torch.rand(tokens, 16, generator=generator).topk(3).indices.unique().numel() for _ in range(300)]
@@ -189,13 +182,6 @@ def test_a_model_without_experts() -> None:
     assert [next(iter(part.expected())).name for part in (layer.router, layer.gate_up)] == [
         "mlp.router.weight", "mlp.experts.0.gate_proj.weight"
     ]  # fmt: skip
-
-
-class InBlocks(FormatChoice):
-    """FP8 with a scale for each block of 128 × 128."""
-
-    def format_of(self, modules: Any, *, head: bool, tied: bool) -> StoredFp8Blocks | None:
-        return None if head else StoredFp8Blocks()
 
 
 WIDE = {"hidden_size": 144, "moe_intermediate_size": 136, "shared_expert_intermediate_size": 132}  # blocks of 16, 8 and 4 rows
@@ -245,14 +231,14 @@ def test_a_shared_expert_of_another_form_has_its_own_kernels() -> None:
     fp8 = SharedExpert(up[0].to(eight), down[0].to(eight), gate, scales[0][0], scales[1][0])
     whole = SharedExpert(up[0], down[0], gate)
     experts, stored = (up, down, None, None), (up.to(eight), down.to(eight), *scales)
-    for T, weights, own, joins in (
+    for T, weights, expert, joins in (
         (1, experts, whole, True), (4, experts, whole, True), (5, experts, whole, False), (1, stored, fp8, True),
         (1, experts, fp8, False), (1, stored, whole, False),
         (1, stored, fp8._replace(down=down[0], down_scale=None), False),
         (1, experts, whole._replace(gate_up=up[0, 2:], down=down[0, :, 1:]), False),
         (1, stored, fp8._replace(down_scale=torch.ones(h // 2)), False),
     ):  # fmt: skip
-        assert reference.computes_shared(T, 2, *weights, own) == joins
+        assert reference.computes_shared(T, 2, *weights, expert) == joins
 
 
 class WithoutKernels(InBlocks):
@@ -266,6 +252,7 @@ class WithoutKernels(InBlocks):
 
 
 def test_the_plan_says_why_experts_are_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a reason that is lost, and a mixture that is eager where it has kernels."""
     monkeypatch.setattr("minirt.layers.base.interpreting", lambda: False)
     monkeypatch.setattr("minirt.layers.base.is_nvidia", lambda device: True)
     monkeypatch.setattr("minirt.layers.base.compute_capability", lambda device: (9, 0))
@@ -276,7 +263,7 @@ def test_the_plan_says_why_experts_are_eager(monkeypatch: pytest.MonkeyPatch) ->
         layer = next(layer for layer in model.layers if isinstance(layer, MoE))
         layer.context = model.layers[0].context
         reasons[name] = triton_unsupported(layer, torch.device("cuda", 0))
-    assert reasons == {"own": "compute capability 9.0 is below inf for fp8 128x128 weights", "blocks": None, "rows": None}
+    assert reasons == {"own": "there are no Triton kernels for fp8 128x128 weights", "blocks": None, "rows": None}
 
 
 def test_triton_is_in_the_plan_and_capturable() -> None:
@@ -289,7 +276,6 @@ def test_triton_is_in_the_plan_and_capturable() -> None:
 
 def test_compare_leaves_out_near_ties_and_nothing_else(hf_folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """An expert chosen otherwise breaks the bound in a settled row only; NaN breaks it everywhere."""
-    from minirt import Generator
     from minirt.bench.compare import layers as compare
     from minirt.layers import base
 
@@ -310,7 +296,7 @@ def test_compare_leaves_out_near_ties_and_nothing_else(hf_folder: Any, monkeypat
 
     sizes = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_hidden_layers": 1}
     folder = hf_folder("Qwen3Moe", seed=3, **sizes)
-    with Generator.from_pretrained(folder, device="cpu", impl=["eager", "*.moe=wrong"], kv_cache_memory=1 << 22) as generator:
+    with load(folder, impl=["eager", "*.moe=wrong"]) as generator:
         model = generator.model
         places = compare.places(model)
         place = next(place for place in places if place.layer.kind == "moe")

@@ -58,6 +58,7 @@ def run(impl, dtype, damage):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
 @pytest.mark.parametrize("name", DAMAGE)
 def test_eager_and_triton_agree(name):
+    """Catches NaN or infinities that a kernel hides or spreads."""
     dtype, damage = DAMAGE[name]
     eager, triton = (run(impl, dtype, damage).isfinite().all(1) for impl in ("eager", "triton"))
     assert torch.equal(eager, triton)
@@ -67,6 +68,7 @@ def test_eager_and_triton_agree(name):
 
 @pytest.mark.parametrize("name", [name for name in DAMAGE if name != "fine"])
 def test_the_request_ends_with_an_error(name, hf_folder):
+    """Catches a token that is made of NaN."""
     dtype, damage = DAMAGE[name]
     folder = hf_folder("Llama", seed=3, head_dim=64)
     with Generator.from_pretrained(folder, device=str(DEVICE), dtype=str(dtype)[6:], impl="eager") as generator:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from support import checkpoints
+from support.checkpoints import TOKENS, refused
 
 from minirt import Generator, SamplingParams
 from minirt.bench import experts
@@ -17,13 +17,10 @@ from minirt.bench.compare import compare
 from minirt.bench.compare import layers as compare_layers
 from minirt.bench.compare import report as compare_report
 from minirt.bench.compare.caches import CacheView, copy_tensor, view
-from minirt.engine.engine import Engine, Request
-from minirt.engine.limits import EngineLimits
 from minirt.errors import ConfigError, InputError
 from minirt.layers import Attention, Embedding, Head, Layer, Select, base, implementation, register
 from minirt.modeling.parameters import NormWeight
 from minirt.models import decoder
-from minirt.sampling_params import resolve
 from minirt.step.batch import Batch, Chunk
 from minirt.step.kv_cache import CombinedSpec, KVCache, PagesSpec, StateSpec, page_bytes, state_bytes
 
@@ -104,7 +101,7 @@ class LooseSpec(SumsSpec):
         return self is other
 
 
-def both(layer, name="eager"):
+def both_forward(layer, name="eager"):
     attention, memory = implementation("attention", name).factory(layer), forward_of(layer)
 
     def forward(x, batch, kv):
@@ -154,9 +151,9 @@ def registered():
     register("memory", "own", capturable=True)(forward_of)
     for name, fault in FAULTS.items():
         register("memory", name)(fault)
-    register("both", "eager")(both)
-    register("both", "own")(both)
-    register("both", "graphed", capturable=True)(lambda layer: both(layer, "triton"))
+    register("both", "eager")(both_forward)
+    register("both", "own")(both_forward)
+    register("both", "graphed", capturable=True)(lambda layer: both_forward(layer, "triton"))
     for kind in ("embedding", "select", "head"):
         register(f"own-{kind}", "eager")(implementation(kind, "eager").factory)
     yield
@@ -192,7 +189,7 @@ def compose_sums(config):
 
 
 def load(folder, layers=compose, **options):
-    return Generator.from_pretrained(folder, device="cpu", kv_cache_memory=1 << 22, layers=layers, **options)
+    return checkpoints.load(folder, layers=layers, **options)
 
 
 def unwritten(layer):
@@ -245,86 +242,28 @@ def prompt(i):
     return torch.randint(0, 211, (int(torch.randint(1, 40, (1,), generator=draw)),), generator=draw).tolist()
 
 
-def test_it_runs_from_plan_to_text(hf_folder):
-    with load(hf_folder("Llama", seed=3)) as generator:
+SIX = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+
+
+def check_texts(generator):
+    model = generator.model
+    assert state_bytes(model.cache_specs) == 3 * 64 * 4
+    done = generator.generate([prompt(i) for i in range(5)], SIX)
+    assert [c.token_ids for c in done] == [solo(model, prompt(i), 6) for i in range(5)]
+
+
+@pytest.mark.parametrize("layers", [compose, compose_both])
+def test_it_runs_from_plan_to_text(layers, hf_folder):
+    """A layer with a state, and one with pages and a state. What is found of a prompt has both."""
+    with load(hf_folder("Llama", seed=3), layers) as generator:
         rows = [row for row in generator.plan.rows if row.kind == "memory"]
-        assert [row.implementation for row in rows] == ["eager"] * 3
-        assert [row.bytes for row in rows] == [64 * 4] * 3
-        assert state_bytes(generator.model.cache_specs) == 3 * 64 * 4
-        params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-        done = generator.generate([prompt(i) for i in range(5)], params)
-        model = generator.model
-        assert [c.token_ids for c in done] == [solo(model, prompt(i), 6) for i in range(5)]
-        long = [*prompt(0), *range(3, 90)]
-        again = [generator.generate(long, params) for _ in range(2)]
-        assert [own.token_ids for own in again] == [solo(model, long, 6)] * 2
-        assert again[1].cached_tokens == len(long) - 1, "its pages and its state"
-
-
-@pytest.fixture(scope="module")
-def model(hf_folder, registered):
-    with load(hf_folder("Llama", seed=3, num_hidden_layers=1)) as generator:
-        yield generator.model, [solo(generator.model, prompt(i), 8) for i in range(6)]
-
-
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
-@given(
-    requests=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 5), st.integers(1, 8)), min_size=2, max_size=8),
-    aborts=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 7)), max_size=3),
-    pages=st.integers(12, 20),
-    seqs=st.integers(1, 4),
-    budget=st.sampled_from([3, 17, 512]),
-    lookahead=st.integers(0, 1),
-    snapshots=st.integers(0, 4),
-)
-def test_states_stay_with_their_sequences(model, requests, aborts, pages, seqs, budget, lookahead, snapshots):
-    """Chunks, preemption, slots that are used again, and states that are kept."""
-    it, expected = model
-    cache = KVCache(it.cache_specs, pages, page_size=4, num_slots=seqs, num_snapshots=snapshots)
-    for layer in cache.layers:
-        for tensor in layer.tensors():
-            tensor.fill_(float("nan"))
-    engine = Engine(it, cache, EngineLimits(48, seqs, budget), vocab_size=211, lookahead=lookahead)
-    ids, tokens, ended = {}, [[] for _ in requests], set()
-    for step in range(2000):
-        for i, (arrival, which, count) in enumerate(requests):
-            if arrival == step:
-                sampling = resolve(SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True), None)
-                engine.add(Request(i, prompt(which), sampling))
-                ids[i] = which
-        for when, which in aborts:
-            if when == step:
-                engine.abort(which)
-                ended.add(which)
-        for output in engine.step():
-            assert output.error is None
-            tokens[output.request_id] += output.token_ids
-        if not engine.has_work and step > 8:
-            break
-    for i, (_, which, count) in enumerate(requests):
-        wanted = expected[which][:count]
-        assert tokens[i] == (wanted[: len(tokens[i])] if i in ended else wanted)
-
-
-def test_a_kind_must_be_a_name():
-    for kind in ("", None, "a=b", 3):
-        with pytest.raises(InputError, match="kind"):
-            register(kind, "own")
-
-
-def test_a_layer_may_have_pages_and_a_state(hf_folder):
-    with load(hf_folder("Llama", seed=3), layers=compose_both) as generator:
-        specs = generator.model.cache_specs
-        assert page_bytes(specs, torch.float32) == 3 * 64 * 2 * 2 * 16 * 4
-        assert state_bytes(specs) == 3 * 64 * 4
+        assert [(row.implementation, row.bytes) for row in rows] == [("eager", 64 * 4)] * (3 if layers is compose else 0)
+        assert page_bytes(generator.model.cache_specs, torch.float32) == 3 * 64 * 2 * 2 * 16 * 4
         assert generator.memory.pages > 0
-        params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-        done = generator.generate([prompt(i) for i in range(5)], params)
-        model = generator.model
-        assert [c.token_ids for c in done] == [solo(model, prompt(i), 6) for i in range(5)]
+        check_texts(generator)
         long = [*prompt(0), *range(3, 90)]
-        again = [generator.generate(long, params) for _ in range(2)]
-        assert [own.token_ids for own in again] == [solo(model, long, 6)] * 2
+        again = [generator.generate(long, SIX) for _ in range(2)]
+        assert [done.token_ids for done in again] == [solo(generator.model, long, 6)] * 2
         assert again[1].cached_tokens == len(long) - 1, "its pages and its state"
 
 
@@ -338,6 +277,7 @@ NOT_SPECS = {
 
 @pytest.mark.parametrize("what", NOT_SPECS)
 def test_only_a_cache_spec_is_one(what, hf_folder):
+    """Catches an error of Python, far from the layer in question, and a kind that is no name."""
     spec, words = NOT_SPECS[what]
 
     def wrong(config):
@@ -345,8 +285,10 @@ def test_only_a_cache_spec_is_one(what, hf_folder):
         layers[3].cache_spec = spec
         return layers
 
-    with pytest.raises(ConfigError, match=rf"layers\[3\], layers\.0\.mlp: .*{words}"):
-        load(hf_folder("Llama", seed=3), layers=wrong)
+    refused(hf_folder("Llama", seed=3), rf"layers\[3\], layers\.0\.mlp: .*{words}", ConfigError, layers=wrong)
+    for kind in ("", None, "a=b", 3):
+        with pytest.raises(InputError, match="kind"):
+            register(kind, "own")
 
 
 def test_a_combined_spec_of_a_list_runs_dry(hf_folder):
@@ -371,22 +313,20 @@ def test_a_combined_spec_of_a_list_runs_dry(hf_folder):
 def test_the_first_the_last_and_the_selecting_layer_may_be_of_other_kinds(hf_folder):
     """What a layer states decides, not its kind."""
 
-    def own(config):
+    def other_kinds(config):
         embedding, *blocks, head = decoder.decoder_layers(config)
         first = OwnEmbedding(config, weight=embedding.table.parts[0].name)
         last = OwnHead(config, norm=head.norm.name, weight=head.lm_head.parts[0].name)
         return [first, *blocks[:-1], OwnSelect(config), blocks[-1], last]
 
     folder, seen, dry = hf_folder("Llama", seed=3), [], []
-    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
     with load(folder, layers=None) as generator:
-        expected = generator.generate([prompt(i) for i in range(4)], params)
-    with load(folder, layers=own) as generator:
-        assert [row.kind for row in generator.plan.rows if row.kind.startswith("own")] == [
-            "own-embedding", "own-select", "own-head"
-        ]  # fmt: skip
+        expected = generator.generate([prompt(i) for i in range(4)], SIX)
+    with load(folder, layers=other_kinds) as generator:
+        kinds = [row.kind for row in generator.plan.rows if row.kind.startswith("own")]
+        assert kinds == ["own-embedding", "own-select", "own-head"]
         assert len(generator.plan.rows) == 3 * 2 + 3, "no further select is inserted"
-        found = generator.generate([prompt(i) for i in range(4)], params)
+        done = generator.generate([prompt(i) for i in range(4)], SIX)
         model = generator.model
         cache = KVCache(model.cache_specs, 1)
         with experts.observing(generator, lambda layer, x: seen.append((layer.kind, len(x)))):
@@ -395,27 +335,27 @@ def test_the_first_the_last_and_the_selecting_layer_may_be_of_other_kinds(hf_fol
             if layer.kind == "mlp":
                 layer._forward = lambda x, batch, kv, forward=layer._forward: dry.append(len(x)) or forward(x, batch, kv)
         model.dry_run(Batch.build([Chunk([3, 4], 0, [0])], 64), cache)
-    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    assert [c.token_ids for c in done] == [c.token_ids for c in expected]
     assert seen[0] == ("attention", 2), "an embedding has no input"
     assert seen[-3:] == [("own-select", 2), ("mlp", 1), ("own-head", 1)]
     assert dry == [2, 1], "layers after the select are run separately"
-    wrong = (lambda config: own(config)[1:], lambda config: own(config)[:-1], lambda config: [own(config)[0], *own(config)])
-    for layers in wrong:
-        with pytest.raises(ConfigError, match=r"one embedding first.*reads_tokens.*makes_logits.*found "):
-            load(folder, layers=layers)
-    with pytest.raises(ConfigError, match="two select layers"):
-        load(folder, layers=lambda config: [*own(config)[:-1], OwnSelect(config, name="again"), own(config)[-1]])
+    ends = r"one embedding first.*reads_tokens.*makes_logits.*found "
+    for change, words in (
+        (lambda layers: layers[1:], ends), (lambda layers: layers[:-1], ends), (lambda layers: [layers[0], *layers], ends),
+        (lambda layers: [*layers[:-1], OwnSelect(layers[0].config, name="again"), layers[-1]], "two select layers"),
+    ):  # fmt: skip
+        refused(folder, words, ConfigError, layers=lambda config, change=change: change(other_kinds(config)))
 
 
 # ── in the benchmarks ──
 
-TOKENS = [(7 * i * i + 3) % 211 for i in range(90)]
 SHAPE = compare.Shape(9, 2, 5, 20)
 IMPL = {"memory": "*.memory=own", "both": "*.attention=own"}
 
 
 @pytest.mark.parametrize(("layers", "kind"), [(compose, "memory"), (compose_both, "both")])
 def test_it_is_compared(hf_folder, layers, kind):
+    """Catches a state that is not compared, and bytes of it that are not counted."""
     with load(hf_folder("Llama", seed=3), layers=layers) as generator:
         result = compare.run(generator.model, TOKENS, SHAPE, impl=["eager", IMPL[kind]])
     assert result.faults == []
@@ -433,20 +373,17 @@ def test_it_is_compared(hf_folder, layers, kind):
 def test_an_own_cache_runs_and_is_compared(hf_folder):
     """A spec and a cache of other classes than minirt's: what they state is enough."""
     with load(hf_folder("Llama", seed=3), layers=compose_sums) as generator:
-        assert state_bytes(generator.model.cache_specs) == 3 * 64 * 4
-        params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-        done = generator.generate([prompt(i) for i in range(5)], params)
-        model = generator.model
-        assert [c.token_ids for c in done] == [solo(model, prompt(i), 6) for i in range(5)]
-        result = compare.run(model, TOKENS, SHAPE, impl=["eager", "*.memory=own"])
+        check_texts(generator)
+        result = compare.run(generator.model, TOKENS, SHAPE, impl=["eager", "*.memory=own"])
         assert result.faults == []
         assert [row["kind"] for row in result.rows] == ["memory"] * 6
         for row in result.rows:
-            own = row["running sum"]
-            assert own["error"]["relative"] <= own["limit"]["relative"] < 1e-5
-            shown = "{:.1e} / {:.1e}".format(*(own[side]["relative"] for side in ("error", "torch")))
+            sums = row["running sum"]
+            assert sums["error"]["relative"] <= sums["limit"]["relative"] < 1e-5
+            shown = "{:.1e} / {:.1e}".format(*(sums[side]["relative"] for side in ("error", "torch")))
             assert compare_report._cached(row) == shown
-        faults = compare.run(model, TOKENS, SHAPE, impl=["eager", "layers.1.memory=beside"], layer="layers.1.memory").faults
+        options = {"impl": ["eager", "layers.1.memory=beside"], "layer": "layers.1.memory"}
+        faults = compare.run(generator.model, TOKENS, SHAPE, **options).faults
     assert any("1 values of the cache" in fault for fault in faults), faults
 
 
@@ -457,16 +394,18 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_faults_of_a_state_are_found(hf_folder, name):
+def test_faults_of_a_state_are_found(hf_folder):
+    """Catches a comparison that looks at the output alone, or at the rows of the step alone."""
     with load(hf_folder("Llama", seed=3)) as generator:
-        impl = ["eager", f"layers.1.memory={name}"]
-        result = compare.run(generator.model, TOKENS, SHAPE, impl=impl, layer="layers.1.memory")
-    for words in FOUND[name]:
-        assert any(fault.startswith(words) for fault in result.faults), result.faults
+        for name, places in FOUND.items():
+            options = {"impl": ["eager", f"layers.1.memory={name}"], "layer": "layers.1.memory"}
+            result = compare.run(generator.model, TOKENS, SHAPE, **options)
+            for words in places:
+                assert any(fault.startswith(words) for fault in result.faults), result.faults
 
 
 def test_a_comparison_starts_with_the_state_before_the_step(hf_folder):
+    """Catches a candidate that reads the state which the eager form has written."""
     with load(hf_folder("Llama", seed=3)) as generator:
         places = compare_layers.places(generator.model)
         step = compare_layers.decode(generator.model, places, [TOKENS[:11], TOKENS[5:16]])
@@ -479,7 +418,7 @@ def test_a_comparison_starts_with_the_state_before_the_step(hf_folder):
 @pytest.mark.parametrize(("layers", "impl"), [(compose, "*.memory=own"), (compose_both, "*.attention=graphed")])
 def test_it_runs_under_cuda_graphs(layers, impl, hf_folder):
     """The same tokens with graphs and without; with graphs, one decode step is one graph."""
-    found = []
+    texts = []
     for cuda_graphs in (True, False):
         options = {"impl": ["triton", impl], "dtype": "float32", "cuda_graphs": cuda_graphs}
         options |= {"max_num_batched_tokens": 24}
@@ -488,5 +427,5 @@ def test_it_runs_under_cuda_graphs(layers, impl, hf_folder):
             assert generator.plan.not_capturable is None
             assert (generator._engine.engine._runner.buckets is not None) == cuda_graphs
             params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-            found.append([c.token_ids for c in generator.generate([prompt(i) for i in range(5)], params)])
-    assert found[0] == found[1]
+            texts.append([c.token_ids for c in generator.generate([prompt(i) for i in range(5)], params)])
+    assert texts[0] == texts[1]

@@ -65,8 +65,8 @@ def test_select_comes_after_the_tap():
     with pytest.raises(ConfigError, match=r"attention or a tap after a select layer would lack rows"):
         Model(CONFIG, [embedding, *rest, select, Tap(CONFIG, norm="model.norm"), head])
     embedding, *rest, head = models.build(CONFIG)
-    own = [embedding, *rest, Select(CONFIG), Tap(CONFIG, norm="model.norm", every_row=False), head]
-    assert Model(CONFIG, own).layers == own
+    layers = [embedding, *rest, Select(CONFIG), Tap(CONFIG, norm="model.norm", every_row=False), head]
+    assert Model(CONFIG, layers).layers == layers
 
 
 def test_what_both_models_have_is_there_once():
@@ -80,7 +80,7 @@ def test_what_both_models_have_is_there_once():
     names = [row.layer for row in model.plan.rows]
     assert names[-6:] == ["mtp.input", "mtp.attention", "mtp.select", "mtp.mlp", "mtp.tap", "mtp.head"]
     assert isinstance(draft.layers[1], Attention)
-    assert model.num_parameters == sum(own.num_parameters for own in {id(p): p for p in model.parameters()}.values())
+    assert model.num_parameters == sum(parameter.num_parameters for parameter in {id(p): p for p in model.parameters()}.values())
 
 
 def test_some_rows_of_a_head_are_a_weight_of_their_own():

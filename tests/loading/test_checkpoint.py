@@ -6,134 +6,95 @@ import json
 import os
 import re
 import threading
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
+from support.checkpoints import TOKENS, distance, load, logits, no_warning, one_warning, plan, refused, restate, rewrite
+from support.checkpoints import transformers_logits as logits_of_transformers
 from support.weights import loads_alike
 
-from minirt import Generator
 from minirt.errors import CheckpointError, DeviceError, OutOfMemoryError
 from minirt.loading import checkpoint
 from minirt.loading.checkpoint import PinnedBuffers, read_headers
-from minirt.loading.load import plan_model
-from minirt.loading.options import LoadOptions
 from minirt.models import build
-
-
-def load(folder, **options):
-    return Generator.from_pretrained(folder, device="cpu", kv_cache_memory=1 << 22, **options)
-
-
-def rewrite(folder, change):
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    tensors = {k: v.clone() for k, v in tensors.items()}
-    change(tensors)
-    save_file(tensors, path)
-
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
 K_BIAS = "model.layers.0.self_attn.k_proj.bias"
+EXPERT = "model.layers.1.mlp.experts.4.up_proj.weight"
 FAULTS = {
-    "missing": (lambda t: t.pop(DOWN), f"1 of .* missing.*{DOWN}"),
-    "half packed": (lambda t: t.pop(K_BIAS), K_BIAS),
+    "missing": (lambda t: t.pop(DOWN), f"1 of .* missing.*{DOWN}"), "half packed": (lambda t: t.pop(K_BIAS), K_BIAS),
     "unexpected": (lambda t: t.update(extra=torch.zeros(3)), "unexpected.*extra"),
     "misshapen": (
-        lambda t: t.update({DOWN: t[DOWN].T.contiguous()}),
-        rf"{DOWN}: wrong shape; expected \[64, 97\]; found \[97, 64\]",
+        lambda t: t.update({DOWN: t[DOWN].T.contiguous()}), rf"{DOWN}: wrong shape; expected \[64, 97\]; found \[97, 64\]",
     ),
     "a dim too many": (lambda t: t.update({K_BIAS: t[K_BIAS][None]}), "wrong shape"),
     "an integer": (lambda t: t.update({DOWN: t[DOWN].to(torch.int8)}), f"{DOWN}: wrong dtype.*F32.*I8"),
     "a double": (lambda t: t.update({DOWN: t[DOWN].double()}), "wrong dtype.*F64"),
-}
+    "an expert missing": (lambda t: t.pop(EXPERT), f"1 of .* missing.*{EXPERT}"),
+    "an expert too many": (lambda t: t.update({EXPERT.replace("4", "5"): t[EXPERT].clone()}), r"1 unexpected.*experts\.5\.up"),
+    "a misshapen expert": (
+        lambda t: t.update({EXPERT: t[EXPERT][:-1].clone()}), rf"{EXPERT}: wrong shape; expected \[24, 64\]; found \[23, 64\]"
+    ),
+    "fused experts": (
+        lambda t: t.update({EXPERT.replace("4.up_proj.weight", "gate_up"): torch.zeros(9)}), "unexpected.*experts.gate_up",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faulty_tensors(fault, hf_folder):
+    """Catches a tensor that is ignored, invented, reshaped or cast without a word."""
     change, message = FAULTS[fault]
-    folder = hf_folder("Qwen2")
+    sizes = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
+    folder = hf_folder("Qwen3Moe", **sizes) if "expert" in fault else hf_folder("Qwen2")
     rewrite(folder, change)
-    with pytest.raises(CheckpointError, match=message):
-        load(folder)
-
-
-EXPERT = "model.layers.1.mlp.experts.4.up_proj.weight"
-EXPERT_FAULTS = {
-    "missing": (lambda t: t.pop(EXPERT), f"1 of .* missing.*{EXPERT}"),
-    "unexpected": (lambda t: t.update({EXPERT.replace("4", "5"): t[EXPERT].clone()}), r"1 unexpected tensors.*experts\.5\.up"),
-    "misshapen": (
-        lambda t: t.update({EXPERT: t[EXPERT][:-1].clone()}), rf"{EXPERT}: wrong shape; expected \[24, 64\]; found \[23, 64\]"
-    ),
-    "fused": (lambda t: t.update({EXPERT.replace("4.up_proj.weight", "gate_up"): torch.zeros(9)}), "unexpected.*experts.gate_up"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("fault", EXPERT_FAULTS)
-def test_faulty_experts(fault, hf_folder):
-    change, message = EXPERT_FAULTS[fault]
-    folder = hf_folder("Qwen3Moe", num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=16)
-    rewrite(folder, change)
-    with pytest.raises(CheckpointError, match=message):
-        load(folder)
+    refused(folder, message)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_check_weights(value, hf_folder):
     folder = hf_folder("Qwen2")
     rewrite(folder, lambda t: t[DOWN].view(-1)[77:79].fill_(value))
-    with pytest.raises(CheckpointError, match=f"{DOWN}: 2 NaN or Inf"):
-        load(folder, check_weights=True)
+    refused(folder, f"{DOWN}: 2 NaN or Inf", check_weights=True)
     load(folder).close()
 
 
-def _truncated(data):
-    return data[: len(data) * 2 // 3]
-
-
-def _lying_offsets(data):
+def _header(data, write):
+    """Another header in front of the same data; `write` makes its text from what it describes."""
     size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size])
-    header[DOWN]["data_offsets"] = [0, 10**15]
-    text = json.dumps(header).encode()
+    text = write(json.loads(data[8 : 8 + size])).encode()
     return len(text).to_bytes(8, "little") + text + data[8 + size :]
 
 
-def _repeated_name(data):
-    """The header describes one tensor twice, with two shapes, which safetensors itself accepts."""
-    size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size])
-    twin = json.dumps({DOWN: header[DOWN] | {"shape": header[DOWN]["shape"][::-1]}})
-    text = (twin[:-1] + ", " + json.dumps(header)[1:]).encode()
-    return len(text).to_bytes(8, "little") + text + data[8 + size :]
+def _described(header, **changes):
+    return json.dumps(header | {DOWN: header[DOWN] | changes})
 
 
-def test_unusual_descriptions(hf_folder):
-    """Lists for objects, and an object for the dtype, which safetensors itself accepts."""
+def _twice(header):
+    """One tensor is described with two shapes."""
+    return json.dumps({DOWN: header[DOWN] | {"shape": header[DOWN]["shape"][::-1]}})[:-1] + ", " + json.dumps(header)[1:]
+
+
+UNUSUAL = rf"{DOWN}: not a readable .* a tensor is not described as usual"
+HEADERS = {  # which safetensors itself accepts
+    "a list": (lambda header: json.dumps(header | {DOWN: list(header[DOWN].values())}), UNUSUAL),
+    "an object for the dtype": (lambda header: _described(header, dtype={header[DOWN]["dtype"]: None}), UNUSUAL),
+    "twice": (_twice, rf"model\.safetensors: a key is repeated.*{DOWN}"),
+}
+
+
+@pytest.mark.parametrize("form", HEADERS)
+def test_unusual_descriptions(form, hf_folder):
+    """Catches a header that safetensors reads and that means something else here."""
     folder = hf_folder("Qwen2")
     path = folder / "model.safetensors"
-    data = path.read_bytes()
-    size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size])
-    own = header[DOWN]
-    for unusual in ([own["dtype"], own["shape"], own["data_offsets"]], own | {"dtype": {own["dtype"]: None}}):
-        text = json.dumps(header | {DOWN: unusual}).encode()
-        path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+    path.write_bytes(_header(path.read_bytes(), HEADERS[form][0]))
+    if form != "twice":
         load_file(path)
-        with pytest.raises(CheckpointError, match=rf"{DOWN}: not a readable .* a tensor is not described as usual"):
-            load(folder)
-
-
-def test_tensor_described_twice(hf_folder):
-    folder = hf_folder("Qwen2")
-    path = folder / "model.safetensors"
-    path.write_bytes(_repeated_name(path.read_bytes()))
-    with pytest.raises(CheckpointError, match=rf"model\.safetensors: a key is repeated.*{DOWN}"):
-        load(folder)
+    refused(folder, HEADERS[form][1])
 
 
 def test_files_that_are_no_files(tmp_path):
@@ -150,12 +111,12 @@ def test_files_that_are_no_files(tmp_path):
 
 
 DAMAGE = {
-    "truncated": _truncated,
+    "truncated": lambda data: data[: len(data) * 2 // 3],
     "empty": lambda data: b"",
     "header length": lambda data: (1 << 62).to_bytes(8, "little") + data[8:],
     "long header": lambda data: (1 << 25).to_bytes(8, "little") + b" " * (1 << 25) + data,
     "header text": lambda data: data[:8] + b"\xff" * 64 + data[72:],
-    "offsets": _lying_offsets,
+    "offsets": lambda data: _header(data, lambda header: _described(header, data_offsets=[0, 10**15])),
     "a web page": lambda data: b"<!DOCTYPE html><html></html>" * 9,
 }
 
@@ -165,8 +126,7 @@ def test_damaged_files(damage, hf_folder):
     folder = hf_folder("Qwen2")
     path = folder / "model.safetensors"
     path.write_bytes(DAMAGE[damage](path.read_bytes()))
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: not a readable safetensors file"):
-        load(folder)
+    refused(folder, r"model\.safetensors: not a readable safetensors file")
 
 
 @pytest.mark.parametrize("room", [1 << 20, 9_000, 100])
@@ -174,8 +134,7 @@ def test_parts_through_a_buffer(room, hf_folder, monkeypatch):
     """As on a GPU: parts that fit are read into a buffer, which is used again, and the others are mapped. Catches a wrong place
     in the buffer, and weights that still refer to it."""
     folder = hf_folder("Qwen2")
-    with load(folder) as generator:
-        expected = generator.logits([3, 1, 4, 1, 5])
+    expected = logits(folder)
     original, buffers, used = checkpoint._read, PinnedBuffers(room, None), []
 
     def read(group, place, _=None):
@@ -186,7 +145,7 @@ def test_parts_through_a_buffer(room, hf_folder, monkeypatch):
     monkeypatch.setattr(checkpoint, "PART_BYTES", 16_000)
     with load(folder) as generator:
         buffers.of_thread()[:] = b"\xff" * room
-        assert torch.equal(generator.logits([3, 1, 4, 1, 5]), expected)
+        assert torch.equal(generator.logits(TOKENS), expected)
     assert any(used) == (room > 100)
     assert all(used) == (room == 1 << 20)
 
@@ -259,43 +218,34 @@ def test_tensors_of_what_is_not_supported_are_named(prefix, hf_folder):
     """Layers for multi-token prediction and vision encoders belong to no decoder layer: accepted, with a warning."""
     folder = hf_folder("Qwen2")
     rewrite(folder, lambda t: t.update({f"{prefix}layers.0.weight": torch.ones(3), f"{prefix}norm.weight": torch.ones(3)}))
-    for action in (load, lambda folder: plan_model(LoadOptions(model=folder, device="cpu"))):
-        with pytest.warns(UserWarning, match=rf"2 tensors {prefix}\* are not used: ") as caught:
-            result = action(folder)
-        assert len(caught) == 1
-        assert str(folder) in str(caught[0].message)
-        if action is load:
-            assert result.unused_tensors == (f"{prefix}layers.0.weight", f"{prefix}norm.weight")
-            result.close()
+    with one_warning(rf"{folder}.*2 tensors {prefix}\* are not used: "), load(folder) as generator:
+        plan(folder)
+        assert generator.unused_tensors == (f"{prefix}layers.0.weight", f"{prefix}norm.weight")
 
 
 def test_a_composed_model_uses_a_part_without_a_warning(hf_folder):
     folder = hf_folder("Qwen2")
     rewrite(folder, lambda t: t.update({"mtp.norm.weight": torch.ones(3), "other.weight": torch.ones(3)}))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        plan_model(LoadOptions(model=folder, device="cpu", layers=build))
-        with load(folder, layers=build) as generator:
-            assert generator.unused_tensors == ("mtp.norm.weight", "other.weight")
+    with no_warning(), load(folder, layers=build) as generator:
+        plan(folder, layers=build)
+        assert generator.unused_tensors == ("mtp.norm.weight", "other.weight")
 
 
 def test_a_pointer_of_git_lfs(hf_folder):
     """What a clone without Git LFS has instead of the weights."""
     folder = hf_folder("Qwen2")
     (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
-    for action in (load, lambda folder: plan_model(LoadOptions(model=folder, device="cpu"))):
-        with pytest.raises(CheckpointError, match=r"model\.safetensors: is a pointer of Git LFS.*git lfs pull"):
-            action(folder)
+    for action in (load, plan):
+        refused(folder, r"model\.safetensors: is a pointer of Git LFS.*git lfs pull", by=action)
 
 
 def test_a_plan_without_weights_says_so(hf_folder):
     folder = hf_folder("Qwen2")
     (folder / "model.safetensors").unlink()
     with pytest.warns(UserWarning, match="there are no safetensors files, so the plan follows config.json alone"):
-        plan_model(LoadOptions(model=folder, device="cpu"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        plan_model(LoadOptions(model=folder, device="cpu", random_weights=True))
+        plan(folder)
+    with no_warning():
+        plan(folder, random_weights=True)
 
 
 def test_reads_that_return_less(tmp_path):
@@ -337,8 +287,7 @@ def test_weights_on_a_gpu_are_those_on_the_cpu(quantization, hidden_size, heads,
 def test_shards_match_the_single_file(hf_folder):
     single, sharded = hf_folder("Qwen3"), hf_folder("Qwen3", shard="40KB")
     assert len(list(sharded.glob("*.safetensors"))) > 3
-    with load(single) as one, load(sharded) as many:
-        assert torch.equal(one.logits([3, 4, 5]), many.logits([3, 4, 5]))
+    assert torch.equal(logits(single), logits(sharded))
 
 
 def test_index_and_shards_must_agree(hf_folder):
@@ -350,19 +299,16 @@ def test_index_and_shards_must_agree(hf_folder):
     moved = next(n for n, f in names.items() if f == first)
     crowded = next(n for n, f in names.items() if list(names.values()).count(f) > 1)
     index.write_text(json.dumps({**content, "weight_map": {**names, moved: second}}))
-    with pytest.raises(CheckpointError, match=moved):
-        load(folder)
+    refused(folder, moved)
     index.write_text(json.dumps({**content, "weight_map": {n: f for n, f in names.items() if n != crowded}}))
-    with pytest.raises(CheckpointError, match="missing from the index"):
-        load(folder)
+    refused(folder, "missing from the index")
 
 
 def test_total_size_of_the_index(hf_folder):
     folder = hf_folder("Qwen3", shard="40KB")
     index = folder / "model.safetensors.index.json"
     content = json.loads(index.read_text())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with no_warning():
         load(folder).close()  # as transformers writes it
     right = content["metadata"]["total_size"]
     for wrong in (right * 2, 10**30, right + 0.5, float("nan")):
@@ -377,34 +323,16 @@ def test_tied_head_saved_twice(hf_folder):
     rewrite(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     load(folder).close()
     rewrite(folder, lambda t: t["lm_head.weight"].view(-1)[5].add_(1))
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
-        load(folder)
+    refused(folder, r"lm_head\.weight")
     rewrite(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].double()}))
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight: wrong dtype.*F64"):
-        load(folder)
+    refused(folder, r"lm_head\.weight: wrong dtype.*F64")
 
 
-TOKENS = [(7 * i * i + 3 * i) % 211 for i in range(40)]
-
-
-def logits_of_transformers(folder):
-    """In fp32, of TOKENS, from the same files."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.no_grad():
-        return model(torch.tensor([TOKENS])).logits[0]
-
-
-def check_logits(folder, truth, words=None):
-    """Load the folder; compare with `truth`. `words`: of the only warning; None: there is none."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with load(folder) as generator:
-            found = generator.logits(TOKENS)
-        plan_model(LoadOptions(model=folder, device="cpu"))
-    assert (found - truth).norm() / truth.norm() < 1e-5
-    told = {str(warning.message) for warning in caught}
-    assert len(told) == (words is not None)
-    assert all(re.search(words, text) for text in told)
+def check_logits(folder, truth, words):
+    """The folder's logits are `truth`, and there is one warning, which has `words`."""
+    with one_warning(words):
+        assert distance(logits(folder), truth) < 1e-5
+        plan(folder)
 
 
 @pytest.mark.parametrize("in_files", [False, True])
@@ -423,11 +351,9 @@ def test_a_tied_head_in_the_index_or_in_the_files_alone(in_files, hf_folder):
         content["weight_map"]["lm_head.weight"] = shard
     path.write_text(json.dumps(content))
     check_logits(folder, truth, r"index and the files disagree about tensors that are not needed: lm_head\.weight")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    restate(folder, tie_word_embeddings=False)
     words = r"missing from the index.*lm_head" if in_files else r"lm_head\.weight: the index and the files disagree"
-    with pytest.raises(CheckpointError, match=words):
-        load(folder)
+    refused(folder, words)
 
 
 def test_a_tied_embedding_that_is_stored_as_the_head(hf_folder):
@@ -448,11 +374,9 @@ def test_prefixes_of_wrappers(prefix, hf_folder):
     if prefix.count(".") == 1:
         check_logits(folder, truth, rf"all names of tensors begin with {prefix}, which is left out")
     else:
-        with load(folder) as generator:
-            assert (generator.logits(TOKENS) - truth).norm() / truth.norm() < 1e-5
+        assert distance(logits(folder), truth) < 1e-5
     rewrite(folder, lambda t: t.update({"lm_head.weight": t.pop(f"{prefix}lm_head.weight")}))
-    with pytest.raises(CheckpointError, match="tensors are missing"):
-        load(folder)
+    refused(folder, "tensors are missing")
 
 
 def test_names_of_a_model_without_a_head(hf_folder):
@@ -462,10 +386,8 @@ def test_names_of_a_model_without_a_head(hf_folder):
     rewrite(folder, lambda t: [t.update({name.removeprefix("model."): t.pop(name)}) for name in list(t)])
     check_logits(folder, truth, 'the names of tensors do not begin with "model."')
     check_logits(folder, logits_of_transformers(folder), "do not begin")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
-    with pytest.raises(CheckpointError, match=r"1 of .* tensors are missing.*lm_head\.weight"):
-        load(folder)
+    restate(folder, tie_word_embeddings=False)
+    refused(folder, r"1 of .* tensors are missing.*lm_head\.weight")
 
 
 def test_biases_of_zeros(hf_folder):
@@ -478,14 +400,12 @@ def test_biases_of_zeros(hf_folder):
     with pytest.warns(UserWarning, match="2 biases"), load(folder) as generator:
         assert generator.unused_tensors == ()
     rewrite(folder, lambda t: t[bias][7:9].fill_(1e-30))
-    with pytest.warns(UserWarning, match="2 biases"), pytest.raises(CheckpointError, match=rf"{bias}: .* zeros; found 2 values"):
-        load(folder)
+    with one_warning("2 biases"):
+        refused(folder, rf"{bias}: .* zeros; found 2 values")
     rewrite(folder, lambda t: t.update({bias: torch.zeros(64, dtype=torch.int8)}))
-    with pytest.raises(CheckpointError, match=rf"{bias}: wrong dtype.*I8"):
-        load(folder)
+    refused(folder, rf"{bias}: wrong dtype.*I8")
     rewrite(folder, lambda t: t.update({bias: torch.zeros(64), "model.norm.bias": torch.zeros(64)}))
-    with pytest.raises(CheckpointError, match=r"1 unexpected tensors.*model\.norm\.bias"):
-        load(folder)
+    refused(folder, r"1 unexpected tensors.*model\.norm\.bias")
 
 
 def test_scales_of_attention_in_a_checkpoint_that_is_not_quantized(hf_folder):
@@ -496,8 +416,7 @@ def test_scales_of_attention_in_a_checkpoint_that_is_not_quantized(hf_folder):
     rewrite(folder, lambda t: t.update({name: torch.tensor(0.5) for name in names}))
     check_logits(folder, truth, "3 scales of FP8 attention are not used")
     rewrite(folder, lambda t: t.update({"model.k_scale": torch.tensor(0.5)}))
-    with pytest.raises(CheckpointError, match=r"1 unexpected tensors.*model\.k_scale"):
-        load(folder)
+    refused(folder, r"1 unexpected tensors.*model\.k_scale")
 
 
 def test_old_rotary_buffers_are_skipped(hf_folder):
@@ -509,19 +428,16 @@ def test_old_rotary_buffers_are_skipped(hf_folder):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_casts(dtype, hf_folder):
     folder = hf_folder("Llama")
-    with load(folder) as full:
-        exact = full.logits([5, 6, 7])
-    rewrite(folder, lambda t: t.update({k: v.to(dtype) for k, v in t.items()}))
-    with load(folder) as cast:
-        error = (cast.logits([5, 6, 7]) - exact).norm() / exact.norm()
-    assert 0 < error < 0.1
+    exact = logits(folder)
+    rewrite(folder, lambda t: t.update({name: tensor.to(dtype) for name, tensor in t.items()}))
+    assert 0 < distance(logits(folder), exact) < 0.1
 
 
 def test_random_weights_are_seeded_and_lively(hf_folder):
     folder = hf_folder("Qwen2")
     for file in folder.glob("*.safetensors"):
         file.unlink()
-    first, again, other = (load(folder, random_weights=True, seed=s).logits([3, 4, 5]) for s in (0, 0, 1))
+    first, again, other = (logits(folder, random_weights=True, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert torch.isfinite(first).all()

@@ -4,15 +4,17 @@ Catches weights that are loaded or counted though nobody asked for drafts, weigh
 than the target's, rows of the head that belong to other ids, and a checkpoint or a config that cannot be used but is not refused.
 """
 
-import json
-import warnings
+import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support import checkpoints
+from support.checkpoints import no_warning, restate, rewrite, warned
 from support.mtp import make
 from support.tiny import add_tokenizer
 
@@ -41,13 +43,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path, **options: Any) -> Generator:
-    return Generator.from_pretrained(folder, **{**OPTIONS, "speculative": MTP, **options})
+    return checkpoints.load(folder, **{**OPTIONS, "speculative": MTP, **options})
+
+
+refused = partial(checkpoints.refused, by=load)
 
 
 def test_nothing_is_kept_without_drafts(folder: Path) -> None:
     """Neither weights, nor pages, nor hidden states; a note of the plan says what would use them."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with no_warning():
         plain, drafting = load(folder, speculative=None), load(folder)
         planned = plan_model(LoadOptions(model=folder, device="cpu"))
     with plain, drafting:
@@ -58,10 +62,10 @@ def test_nothing_is_kept_without_drafts(folder: Path) -> None:
         assert plain._engine.engine._runner._taps is None
         assert len(plain.unused_tensors) == 15
         assert drafting.unused_tensors == ()
-        own = {name: value for name, value in load_file(folder / "model.safetensors").items() if name.startswith("mtp.")}
-        more = sum(value.numel() for value in own.values()) + 100 * 128
-        assert drafting.plan.num_parameters == plain.plan.num_parameters + more
-        assert drafting.memory.weights == plain.memory.weights + 4 * more
+        tensors = load_file(folder / "model.safetensors")
+        added = sum(value.numel() for name, value in tensors.items() if name.startswith("mtp.")) + 100 * 128
+        assert drafting.plan.num_parameters == plain.plan.num_parameters + added
+        assert drafting.memory.weights == plain.memory.weights + 4 * added
         assert drafting.memory.page == plain.memory.page * 2, "one layer of attention beside one"
         assert drafting.decode_read_bytes == plain.decode_read_bytes
         taps = drafting._engine.engine._runner._taps
@@ -133,21 +137,19 @@ def test_stored_formats_are_found_by_their_tensors(
         else:
             quantized[name] = value.bfloat16()
     save_file(quantized, tmp_path / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
     group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}}
     ignored = ["lm_head"] * (stored != "head, too") + ["re:.*in_proj_[ab]$", "mtp.fc"]
-    config["quantization_config"] = {
+    shutil.copy(folder / "config.json", tmp_path)
+    restate(tmp_path, quantization_config={
         "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}, "ignore": ignored,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    })  # fmt: skip
+    with warned():
         generator = load(tmp_path, dtype="bfloat16")
     with generator:
         draft = generator.model.draft_model
         assert draft is not None
-        found = [layer.o.format for layer in (generator.model.layers[3], draft.layers[1])]
-        assert tuple(own and own.name for own in found) == formats
+        products = [layer.o.format for layer in (generator.model.layers[3], draft.layers[1])]
+        assert tuple(format and format.name for format in products) == formats
         assert draft.layers[0].fc.format is None
         whole = draft.layers[-1].lm_head is generator.model.layers[-1].lm_head
         assert whole == (stored == "head, too") == any("drafts may have all ids" in note for note in generator.plan.notes)
@@ -160,8 +162,7 @@ def test_a_preset_counts_them_only_when_asked() -> None:
     attention, mlp = h * (2 * 24 * 256 + 2 * 4 * 256) + 24 * 256 * h + 2 * 256, 3 * h * i
     plain = plan_model(LoadOptions(model="Qwen3.5-27B", device="cpu"))
     drafting = plan_model(LoadOptions(model="Qwen3.5-27B", device="cpu", speculative=SpeculativeOptions(method="mtp")))
-    more = drafting.num_parameters - plain.num_parameters
-    assert more == 2 * h * h + attention + mlp + 5 * h + 32768 * h
+    assert drafting.num_parameters - plain.num_parameters == 2 * h * h + attention + mlp + 5 * h + 32768 * h
     assert page_bytes(drafting.cache_specs, torch.bfloat16) == page_bytes(plain.cache_specs, torch.bfloat16) * 17 // 16
     assert "mtp.head" in str(drafting.plan)
     assert "mtp" not in str(plain.plan)
@@ -177,42 +178,31 @@ def test_a_preset_counts_them_only_when_asked() -> None:
     ({"mtp_intermediate_size": 0}, ConfigError, "mtp_intermediate_size"),
     ({"mtp_intermediate_size": 255}, CheckpointError, r"mtp\.layers\.0\.mlp.*\[255, 128\].*\[256, 128\]"),
 ], ids=str)  # fmt: skip
-def test_configs_that_cannot_be_used(
-    changes: dict[str, Any], error: type[Exception], message: str, folder: Path, tmp_path: Path
-) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | changes))
-    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
-    with pytest.raises(error, match=message):
-        load(tmp_path)
+def test_configs_that_cannot_be_used(changes: dict[str, Any], error: Any, message: str, folder: Path, tmp_path: Path) -> None:
+    """Catches drafts of another model than the file's, and a refusal where nobody asks for drafts."""
+    copied = shutil.copytree(folder, tmp_path / "model")
+    restate(copied, **changes)
+    refused(copied, message, error)
     if error is UnsupportedError:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            load(tmp_path, speculative=None).close()
-        told = "15 tensors mtp.* are not used: the model has no layers of multi-token prediction"
-        assert sum(told in str(own.message) for own in caught) == (changes.get("mtp_num_hidden_layers") == 0)
+        with warned() as said:
+            load(copied, speculative=None).close()
+        words = "15 tensors mtp.* are not used: the model has no layers of multi-token prediction"
+        assert sum(words in text for text in said) == (changes.get("mtp_num_hidden_layers") == 0)
 
 
 def test_checkpoints_that_cannot_be_used(folder: Path, tmp_path: Path) -> None:
-    """None of the tensors, one missing, one more, and one of another shape."""
-    tensors = load_file(folder / "model.safetensors")
-    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-
-    def write(changed: dict[str, torch.Tensor]) -> None:
-        save_file(changed, tmp_path / "model.safetensors", {"format": "pt"})
-
-    write({name: value for name, value in tensors.items() if not name.startswith("mtp.")})
-    with pytest.raises(UnsupportedError, match=r"has no weights of the draft model; expected mtp\..*ngram"):
-        load(tmp_path)
-    write({name: value for name, value in tensors.items() if name != "mtp.norm.weight"})
-    with pytest.raises(CheckpointError, match=r"1 of \d+ tensors are missing.*mtp\.norm\.weight"):
-        load(tmp_path)
-    write(tensors | {"mtp.layers.1.input_layernorm.weight": torch.ones(128)})
-    with pytest.raises(CheckpointError, match=r"1 unexpected tensors.*mtp\.layers\.1"):
-        load(tmp_path)
-    write(tensors | {"mtp.fc.weight": torch.ones(128, 128)})
-    with pytest.raises(CheckpointError, match=r"mtp\.fc\.weight.*\[128, 256\].*\[128, 128\]"):
-        load(tmp_path)
+    """One tensor more, one missing, one of another shape, and none of them."""
+    extra, fc, norm = "mtp.layers.1.input_layernorm.weight", "mtp.fc.weight", "mtp.norm.weight"
+    for change, words in (
+        (lambda t: t.update({extra: torch.ones(128)}), r"1 unexpected tensors.*mtp\.layers\.1"),
+        (lambda t: t.pop(norm), r"1 of \d+ tensors are missing.*mtp\.norm\.weight"),
+        (lambda t: t.update({fc: torch.ones(128, 128)}), r"mtp\.fc\.weight.*\[128, 256\].*\[128, 128\]"),
+    ):
+        copied = shutil.copytree(folder, tmp_path / "model", dirs_exist_ok=True)
+        rewrite(copied, change)
+        refused(copied, words)
+    rewrite(copied, lambda t: [t.pop(name) for name in list(t) if name.startswith("mtp.")])
+    refused(copied, r"has no weights of the draft model; expected mtp\..*ngram", UnsupportedError)
 
 
 def test_models_that_cannot_draft(folder: Path) -> None:
@@ -223,8 +213,7 @@ def test_models_that_cannot_draft(folder: Path) -> None:
         plan_model(LoadOptions(model="Qwen2.5-7B", device="cpu", speculative=MTP))
     with pytest.raises(UnsupportedError, match=r"mtp_intermediate_size: .*mixtures of experts; .*found 64"):
         build_with_drafts(replace(preset("Qwen3.5-35B-A3B").config, mtp=MTPConfig(1, intermediate_size=64)))
-    with pytest.raises(UnsupportedError, match="a composed model has no draft model"):
-        load(folder, layers=build)
+    refused(folder, "a composed model has no draft model", UnsupportedError, layers=build)
     with load(folder, speculative=None) as generator, pytest.raises(UnsupportedError, match="built without a draft model"):
         Generator(generator.model, speculative=MTP, kv_cache_memory=1 << 24, max_num_seqs=2)
 
@@ -244,7 +233,6 @@ def test_ids_of_drafts(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Special tokens, then the most frequent ids of a text, then the lowest ids; in ascending order."""
     monkeypatch.setenv("MINIRT_CACHE", str(tmp_path / "cache"))
     assert draft_ids(None, 5, 211).tolist() == [0, 1, 2, 3, 4]
-    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     add_tokenizer(tmp_path)
     tokenizer = Tokenizer.load(tmp_path)
     assert tokenizer is not None
@@ -300,7 +288,7 @@ def test_mixtures_may_be_fused(tmp_path: Path) -> None:
     expected = {name: value for name, value in tensors.items() if name.startswith("mtp.")}
     prefix = "mtp.layers.0.mlp.experts."
     pairs = [[tensors.pop(f"{prefix}{e}.{part}_proj.weight") for part in ("gate", "up")] for e in range(7)]
-    tensors[f"{prefix}gate_up_proj"] = torch.stack([torch.cat(own) for own in pairs])
+    tensors[f"{prefix}gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
     tensors[f"{prefix}down_proj"] = torch.stack([tensors.pop(f"{prefix}{e}.down_proj.weight") for e in range(7)])
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with load(tmp_path, dtype="float32") as generator:

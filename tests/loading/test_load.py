@@ -1,21 +1,18 @@
 """Load options are checked before anything is allocated: memory, length, device, dtype, implementation, name."""
 
 import json
-import warnings
 
 import pytest
 import torch
 import transformers
+from support.checkpoints import config as read_config
+from support.checkpoints import distance, load, one_warning, refused, restate, warned
 
-from minirt import Generator, SamplingParams
+from minirt import SamplingParams
 from minirt.errors import ConfigError, DeviceError, InputError, ModelNotFoundError, OutOfMemoryError, UnsupportedError
 from minirt.loading import load as choose
 from minirt.loading.resolve import pick_length
 from minirt.models import parse_config
-
-
-def load(folder, **options):
-    return Generator.from_pretrained(folder, device="cpu", **{"kv_cache_memory": 1 << 22, **options})
 
 
 @pytest.fixture
@@ -26,82 +23,72 @@ def no_allocation(monkeypatch):
     monkeypatch.setattr("minirt.modeling.model.Model.allocate", refuse)
 
 
+@pytest.fixture
+def free(monkeypatch):
+    def set_free(gigabytes):
+        for module in ("minirt.device", "minirt.loading.memory"):
+            monkeypatch.setattr(f"{module}.free_memory", lambda device: gigabytes << 30)
+
+    return set_free
+
+
 @pytest.mark.usefixtures("no_allocation")
-def test_memory_is_checked_first(folder, monkeypatch):
-    for module in ("minirt.device", "minirt.loading.memory"):
-        monkeypatch.setattr(f"{module}.free_memory", lambda device: 20 << 30)
-    with pytest.raises(OutOfMemoryError, match=r"weights 270\.\d+GiB.*expected 271\.\d+GiB; found 20GiB free.*smaller"):
-        load("Qwen2.5-72B", random_weights=True, kv_cache_memory=None)
-    with pytest.raises(OutOfMemoryError, match=r"expected 28\.\d+GiB; found 20GiB free.*use --dtype bfloat16: at least 1\d\."):
-        load("Qwen2.5-7B", random_weights=True, kv_cache_memory=None)
-    with pytest.raises(OutOfMemoryError, match=r"KV pages.*expected 192\..*GiB; found 20.*--kv-cache-memory"):
-        load(folder, kv_cache_memory=900 << 30, max_num_seqs=1 << 20)
+def test_memory_is_checked_first(folder, copy, free):
+    """Catches minutes of loading before a refusal, and a message without the sizes and the remedy."""
+    free(20)
+    for model, words in (
+        ("Qwen2.5-72B", r"weights 270\.\d+GiB.*expected 271\.\d+GiB; found 20GiB free.*smaller"),
+        ("Qwen2.5-7B", r"expected 28\.\d+GiB; found 20GiB free.*use --dtype bfloat16: at least 1\d\."),
+    ):
+        refused(model, words, OutOfMemoryError, random_weights=True, kv_cache_memory=None)
+    words = r"KV pages.*expected 192\..*GiB; found 20.*--kv-cache-memory"
+    refused(folder, words, OutOfMemoryError, kv_cache_memory=900 << 30, max_num_seqs=1 << 20)
+    restate(copy, max_position_embeddings=16 << 20)
+    refused(folder, "--max-model-len", ConfigError, max_model_len=257)
+    free(4)
+    refused(copy, r"rope tables and states 4GiB.*lower --max-model-len", OutOfMemoryError)
     for wrong, expected in (*((n, "48KiB") for n in (0, -1, 1000)), (1e9, "a number of bytes"), (True, "a number of bytes")):
-        with pytest.raises(ConfigError, match=rf"--kv-cache-memory.*{expected}"):
-            load(folder, kv_cache_memory=wrong)
+        refused(folder, rf"--kv-cache-memory.*{expected}", ConfigError, kv_cache_memory=wrong)
 
 
-def test_what_no_sequence_needs_is_neither_taken_nor_refused(folder, monkeypatch):
-    for module in ("minirt.device", "minirt.loading.memory"):
-        monkeypatch.setattr(f"{module}.free_memory", lambda device: 20 << 30)
+def test_what_no_sequence_needs_is_neither_taken_nor_refused(folder, free):
+    """Catches pages that no sequence can use."""
+    free(20)
     with load(folder, kv_cache_memory=900 << 30, max_num_seqs=3) as generator:
         assert generator.kv_cache_bytes == 3 * 4 * 49152
 
 
-@pytest.mark.usefixtures("no_allocation")
-def test_rope_tables_count_as_memory(copy, monkeypatch):
-    path = copy / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": 16 << 20}))
-    for module in ("minirt.device", "minirt.loading.memory"):
-        monkeypatch.setattr(f"{module}.free_memory", lambda device: 4 << 30)
-    with pytest.raises(OutOfMemoryError, match=r"rope tables and states 4GiB.*lower --max-model-len"):
-        load(copy)
-
-
 def test_yarn_stretches_the_context(copy):
     """Qwen's documentation adds the rope scaling but does not change max_position_embeddings."""
-    path = copy / "config.json"
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
-    path.write_text(json.dumps({**json.loads(path.read_text()), "rope_parameters": None, "rope_scaling": scaling}))
-    config = parse_config(json.loads(path.read_text()))
+    config = parse_config(read_config(copy) | {"rope_parameters": None, "rope_scaling": scaling})
     assert config.max_position_embeddings == 256
     assert (pick_length(config, None), pick_length(config, 1024)) == (1024, 1024)
     with pytest.raises(ConfigError, match=r"--max-model-len.*1 to 1024"):
         pick_length(config, 1025)
 
 
-@pytest.mark.usefixtures("no_allocation")
-@pytest.mark.parametrize("wrong", [0, -5, 257, 2.5, True])
-def test_bad_lengths(wrong, folder):
-    with pytest.raises(ConfigError, match=r"--max-model-len.*1 to 256"):
-        load(folder, max_model_len=wrong)
+WRONG = {  # values of an option, the error, and its words
+    "max_model_len": ([0, -5, 257, 2.5, True], ConfigError, r"--max-model-len.*1 to 256"),
+    "device": (["tpu", "", "cpu:0", "cuda:-1", "cuda:x", "cuda:²", "cuda:999999", 7], DeviceError, "device"),
+    "dtype": (["int8", "fp8", "", "Float32"], ConfigError, "--dtype"),
+    "impl": (
+        ["foo", "layers.99.*=eager", "=eager", "layers.*=", "", ["eager", "triton"], "eager=head"], UnsupportedError, "impl",
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("device", ["tpu", "", "cpu:0", "cuda:-1", "cuda:x", "cuda:²", "cuda:999999", 7])
-def test_bad_devices(device, folder):
-    with pytest.raises(DeviceError, match="device"):
-        Generator.from_pretrained(folder, device=device)
+@pytest.mark.parametrize(("option", "wrong"), [(option, value) for option, row in WRONG.items() for value in row[0]])
+def test_wrong_values_of_options(option, wrong, folder):
+    """Catches a value that is taken for another one, or an error of PyTorch."""
+    _, error, words = WRONG[option]
+    refused(folder, words, error, **{option: wrong})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests the case without a GPU")
 def test_cuda_without_a_gpu(folder):
-    with pytest.raises(DeviceError, match=r"--device cuda.*--device cpu"):
-        Generator.from_pretrained(folder, device="cuda")
-
-
-@pytest.mark.parametrize("dtype", ["int8", "fp8", "", "Float32"])
-def test_bad_dtypes(dtype, folder):
-    with pytest.raises(ConfigError, match="--dtype"):
-        load(folder, dtype=dtype)
-
-
-BAD_IMPL = ["foo", "layers.99.*=eager", "=eager", "layers.*=", "", ["eager", "triton"], "eager=head"]
-
-
-@pytest.mark.parametrize("impl", BAD_IMPL)
-def test_bad_implementations(impl, folder):
-    with pytest.raises(UnsupportedError):
-        load(folder, impl=impl)
+    """Catches a fallback to the CPU without a word."""
+    refused(folder, r"--device cuda.*--device cpu", DeviceError, device="cuda")
 
 
 LONGROPE = {
@@ -142,11 +129,6 @@ EXACT = {
 }  # fmt: skip
 
 
-def rewrite(folder, **changes):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 @pytest.mark.parametrize("case", EXACT)
 def test_what_is_exact_runs(case, hf_folder):
     """Catches a refusal of a file whose settings change nothing up to the served length, and one that is taken silently."""
@@ -154,47 +136,34 @@ def test_what_is_exact_runs(case, hf_folder):
     folder = hf_folder(family, seed=len(case), **options)
     if "rope_scaling" in changes:
         changes = {"rope_parameters": None, "rope_theta": 10000.0} | changes
-    rewrite(folder, **changes)
+    restate(folder, **changes)
     tokens = torch.randint(3, 211, (length or 256,), generator=torch.Generator().manual_seed(5)).tolist()
-    theirs = {name: value for name, value in json.loads((folder / "config.json").read_text()).items() if name != "torch_dtype"}
+    theirs = {name: value for name, value in read_config(folder).items() if name != "torch_dtype"}
     config = transformers.AutoConfig.for_model(**theirs)
     config.dtype = None
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32).eval()
     with torch.no_grad():
         truth = model(torch.tensor([tokens])).logits[0]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with load(folder, max_model_len=length) as generator:
-            found = generator.logits(tokens)
-            assert generator.max_len == len(tokens)
-    assert (found - truth).norm() / truth.norm() < 1e-4
-    told = {str(warning.message) for warning in caught}
-    assert len(told) == (words is not None), told
-    assert all(words in text for text in told)
+    with one_warning(words), load(folder, max_model_len=length) as generator:
+        assert distance(generator.logits(tokens), truth) < 1e-4
+        assert generator.max_len == len(tokens)
 
 
 @pytest.mark.usefixtures("no_allocation")
 def test_a_longer_sequence_than_the_window_is_refused(hf_folder):
-    """Catches full attention where the model has a window: transformers' logits differ from the first token after it."""
+    """Catches full attention where the model has a window."""
     folder = hf_folder("Mistral", sliding_window=24)
-    tokens = torch.randint(3, 211, (1, 40), generator=torch.Generator().manual_seed(5))
-    read = transformers.AutoModelForCausalLM.from_pretrained
-    with torch.no_grad():
-        full, window = (read(folder, sliding_window=own, dtype=torch.float32).eval()(tokens).logits[0] for own in (None, 24))
-    same = [bool(((a - b).norm() / b.norm()) < 1e-4) for a, b in zip(full, window, strict=True)]
-    assert same == [True] * 24 + [False] * 16
     words = r"sliding-window attention is not supported; expected sequences of at most 24 tokens.*found a length of {}.*len 24"
-    for asked, found in ((None, 256), (25, 25)):
-        with pytest.warns(UserWarning, match="sliding_window: .*24"), pytest.raises(UnsupportedError, match=words.format(found)):
-            load(folder, max_model_len=asked)
+    for asked, length in ((None, 256), (25, 25)):
+        with one_warning("sliding_window: .*24"):
+            refused(folder, words.format(length), UnsupportedError, max_model_len=asked)
 
 
 @pytest.mark.usefixtures("no_allocation")
 def test_lengths_beyond_linear_rope_are_refused(copy):
     """Catches a bound that is off by one, or missing."""
-    rewrite(copy, rope_parameters=None, rope_scaling={"type": "linear", "factor": 2.0})
-    with pytest.raises(ConfigError, match=r"--max-model-len.*1 to 512; found 513"):
-        load(copy, max_model_len=513)
+    restate(copy, rope_parameters=None, rope_scaling={"type": "linear", "factor": 2.0})
+    refused(copy, r"--max-model-len.*1 to 512; found 513", ConfigError, max_model_len=513)
 
 
 def test_a_tokenizer_with_more_ids_than_the_model(copy):
@@ -207,12 +176,10 @@ def test_a_tokenizer_with_more_ids_than_the_model(copy):
     path = copy / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": "<end>"}))
     (copy / "generation_config.json").unlink(missing_ok=True)
-    rewrite(copy, eos_token_id=None)
+    restate(copy, eos_token_id=None)
     greedy = SamplingParams(max_tokens=3, temperature=0)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as told:
         generator = load(copy)
-    told = [str(warning.message) for warning in caught]
     assert "the tokenizer has ids up to 212, but vocab_size of config.json is 211" in told[0]
     assert "ends of sequences that the model cannot generate" in told[1]
     assert len(told) == 2
@@ -233,16 +200,17 @@ def test_a_tokenizer_with_more_ids_than_the_model(copy):
 
 
 def test_unknown_models(tmp_path, folder):
+    """Catches an error of Python or of the Hub in place of what the name may be."""
     for wrong, message in (
         (tmp_path / "nowhere", "nowhere"), (folder / "config.json", "file, not a folder"), (tmp_path, r"config\.json"),
         ("no-such-preset", "minirt models lists the presets"), ("a\0b", "folder"), ("", "empty"), ("x" * 5000, "name too long"),
         ("~no-such-user/model", "looked up"),
     ):
-        with pytest.raises((ModelNotFoundError, InputError), match=message):
-            load(wrong)
+        refused(wrong, message, (ModelNotFoundError, InputError))
 
 
 def test_preset_with_random_weights_needs_no_files(monkeypatch):
+    """Catches files that are looked for, or read, though none is needed."""
     monkeypatch.setattr(choose, "resolve", lambda *_, **__: pytest.fail("looked for files"))
     small = {"max_model_len": 64, "dtype": "bfloat16", "kv_cache_memory": 1 << 23}
     with load("smollm2-135m", random_weights=True, **small) as random:

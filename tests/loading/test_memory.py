@@ -1,10 +1,10 @@
 """How the KV cache and the largest step are sized. Sizes are counted by hand, for a model of round numbers."""
 
-import warnings
 from dataclasses import replace
 
 import pytest
 import torch
+from support.checkpoints import no_warning
 from support.model_cases import make
 
 from minirt import Generator, LoadOptions
@@ -52,12 +52,19 @@ def free(monkeypatch):
     return set_free
 
 
-def plan(step, *, device=GPU, **options):
+@pytest.fixture
+def measure(monkeypatch):
+    return lambda needed: monkeypatch.setattr("minirt.engine.runner.measure_step_bytes", needed)
+
+
+def plan(step, *, device=GPU, model=None, **options):
+    """`step`: MiB of a step of so many tokens, or None."""
+
     def step_bytes(limits):
         size = step(limits.max_num_batched_tokens)
         return size and size * MB
 
-    return plan_memory(Model(), LENGTH, device, LoadOptions(**options), step_bytes=step_bytes)
+    return plan_memory(model or Model(), LENGTH, device, LoadOptions(**options), step_bytes=step_bytes)
 
 
 def test_the_largest_step_that_leaves_a_full_sequence(free):
@@ -94,52 +101,50 @@ def needed(model, limits, **_):
     return 100 * MB + limits.max_num_batched_tokens * MB // 16
 
 
-def test_a_measured_plan_says_what_it_cannot_do(free, monkeypatch):
+def test_a_measured_plan_says_what_it_cannot_do(free, measure):
+    """Catches a context that is shortened without a word, and a failed measurement that counts as no memory."""
     free(400)
-    monkeypatch.setattr("minirt.engine.runner.measure_step_bytes", needed)
-    with pytest.warns(
-        RuntimeWarning, match=r"room for 5,504 tokens, so the context is that instead of 6,400.*--kv-cache-dtype fp8"
-    ):
-        made = measured_plan(Model(), LoadOptions())
-    assert made.measured
-    monkeypatch.setattr("minirt.engine.runner.measure_step_bytes", lambda model, limits, **_: None)
+    measure(needed)
+    words = r"room for 5,504 tokens, so the context is that instead of 6,400.*--kv-cache-dtype fp8"
+    with pytest.warns(RuntimeWarning, match=words):
+        assert measured_plan(Model(), LoadOptions()).measured
+    measure(lambda model, limits, **_: None)
     with pytest.raises(OutOfMemoryError, match=r"weights 1,?000MiB.*expected .*found 1\.32GiB, 90% of 1\.46GiB free"):
         measured_plan(Model(), LoadOptions())
 
 
-def test_a_cache_that_was_asked_for_and_shortens_the_context_says_so(free, monkeypatch):
+def test_a_cache_that_was_asked_for_and_shortens_the_context_says_so(free, measure):
     """Catches `--kv-cache-memory` that lowers the context without a word, with other processes as the reason, or a warning
     although the context is whole."""
-    monkeypatch.setattr("minirt.engine.runner.measure_step_bytes", lambda model, limits, **_: 10 * MB)
+    measure(lambda model, limits, **_: 10 * MB)
     free(600, others=2500)
     words = r"--kv-cache-memory 12MiB has room for 768 tokens, so the context is that instead of 6,400: use --max-model-len 768 "
     with pytest.warns(RuntimeWarning, match=words + "or --kv-cache-memory 100MiB or --kv-cache-dtype fp8") as said:
         assert measured_plan(Model(), LoadOptions(kv_cache_memory=12 * MB)).context == 768
     assert "other processes" not in str(said[0].message)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with no_warning():
         assert measured_plan(Model(), LoadOptions(kv_cache_memory="100MiB")).context == LENGTH
         assert measured_plan(Model(), LoadOptions(kv_cache_memory=12 * MB, max_model_len=768)).context == 768
 
 
-def test_a_context_that_was_asked_for_is_not_shortened(free, monkeypatch):
+def test_a_context_that_was_asked_for_is_not_shortened(free, measure):
     """Catches an explicit max_model_len that is lowered, by the free memory or by the cache's; and one page too few."""
-    monkeypatch.setattr("minirt.engine.runner.measure_step_bytes", needed)
+    measure(needed)
     free(400)
     words = r"--max-model-len 6400: a context of 6,400 tokens needs 100MiB of KV cache, which has room for 86MiB, 5,504 tokens"
     with pytest.raises(OutOfMemoryError, match=words + r" \(use --max-model-len 5504\)") as error:
         measured_plan(Model(), LoadOptions(max_model_len=LENGTH))
     assert error.value.is_usage
     assert measured_plan(Model(), LoadOptions(max_model_len=5504)).context == 5504
-    with pytest.raises(OutOfMemoryError, match=r"5,505 tokens needs 87MiB of KV cache, which has room for 86MiB"):
-        measured_plan(Model(), LoadOptions(max_model_len=5505))
-    with pytest.raises(OutOfMemoryError, match=r"65 tokens needs 2MiB of KV cache, which has room for 1MiB, 64 tokens"):
-        measured_plan(Model(), LoadOptions(max_model_len=65, kv_cache_memory=2 * MB - 1))
-    with pytest.raises(ConfigError, match=r"--max-model-len: .*from 1 to 6400, the positions .* found 6401"):
-        measured_plan(Model(), LoadOptions(max_model_len=LENGTH + 1))
-    free(0)
-    with pytest.raises(OutOfMemoryError, match=r"does not fit: .* and 100 KV pages 100MiB"):
-        measured_plan(Model(), LoadOptions(max_model_len=LENGTH))
+    for megabytes, options, kind, words in (
+        (400, {"max_model_len": 5505}, OutOfMemoryError, r"5,505 tokens needs 87MiB of KV cache, which has room for 86MiB"),
+        (400, {"max_model_len": 65, "kv_cache_memory": 2 * MB - 1}, OutOfMemoryError, r"65 tokens needs 2MiB .*, 64 tokens"),
+        (400, {"max_model_len": LENGTH + 1}, ConfigError, r"--max-model-len: .*from 1 to 6400, the positions .* found 6401"),
+        (0, {"max_model_len": LENGTH}, OutOfMemoryError, r"does not fit: .* and 100 KV pages 100MiB"),
+    ):
+        free(megabytes)
+        with pytest.raises(kind, match=words):
+            measured_plan(Model(), LoadOptions(**options))
 
 
 def test_a_load_refuses_a_context_that_does_not_fit_before_it_allocates(hf_folder, monkeypatch):
@@ -158,42 +163,40 @@ def test_a_load_refuses_a_context_that_does_not_fit_before_it_allocates(hf_folde
 
 
 def test_an_estimate_counts_nothing_as_loaded(free):
+    """On a CPU, before loading. A share of a GPU's memory is refused there."""
     free(2000)
     options = LoadOptions(kv_cache_memory=300 * MB, max_num_batched_tokens=1)
     made = plan_memory(Model(), LENGTH, torch.device("cpu"), options)
     assert (made.free, made.budget, made.step) == (2000 * MB, 2000 * MB, 0)
     assert made.needed == (1000 + 400 + 300) * MB, "rope tables are computed with temporary tensors"
     assert plan_memory(Model(), LENGTH, torch.device("cpu"), LoadOptions()).pages == 600 // 4
-
-
-@pytest.mark.parametrize("wrong", [0, -0.5, 1.01, True, "0.9", float("nan")])
-def test_bad_shares(wrong):
-    with pytest.raises(ConfigError, match=r"--gpu-memory-utilization.*above 0 and at most 1"):
-        LoadOptions(gpu_memory_utilization=wrong)
-
-
-def test_a_share_of_no_gpu_is_refused(free):
-    free(2000)
     with pytest.raises(ConfigError, match=r"--gpu-memory-utilization.*CPU"):
         plan(lambda tokens: 0, device=torch.device("cpu"), gpu_memory_utilization=0.5)
 
 
-def test_the_message_has_every_number(free):
-    free(0)
-    made = plan(lambda tokens: 50)
-    error = does_not_fit(made, "cuda:0", "use --fp8")
-    for size in (made.weights, made.step, made.budget, made.free):
-        assert format_size(size) in str(error)
+@pytest.mark.parametrize(("options", "words"), [
+    *(({"gpu_memory_utilization": wrong}, r"--gpu-memory-utilization.*above 0 and at most 1")
+      for wrong in (0, -0.5, 1.01, True, "0.9", float("nan"))),
+    *(({"state_cache_memory": wrong}, "--state-cache-memory") for wrong in (-1, "much", 1.5, True)),
+    ({"state_cache_memory": 1 << 20, "prefix_cache": False}, "no prefix cache"),
+])  # fmt: skip
+def test_wrong_sizes_are_refused(options, words):
+    """Catches a size that is taken for another one, or ignored."""
+    with pytest.raises(ConfigError, match=words):
+        LoadOptions(**options)
 
 
-def test_what_other_processes_hold_is_said(free, monkeypatch):
+def test_what_other_processes_hold_is_said(free, measure):
+    """Each number of the message, and the reason for a small budget."""
     words = r"about 2\.44GiB of 4GiB are held by other processes and CUDA contexts, which lowers the budget"
     free(400, others=2500)
     made = plan(lambda tokens: tokens // 32)
     assert (made.total, made.held_by_others, made.budget) == (4096 * MB, 2500 * MB, 1350 * MB)
     with pytest.raises(OutOfMemoryError, match=rf"found 1\.32GiB, 90% of 1\.46GiB free \({words}\)"):
         raise does_not_fit(made, "cuda:0", "use --fp8")
-    monkeypatch.setattr("minirt.engine.runner.measure_step_bytes", needed)
+    for size in (made.weights, made.step, made.budget, made.free):
+        assert format_size(size) in str(does_not_fit(made, "cuda:0", "use --fp8"))
+    measure(needed)
     with pytest.warns(RuntimeWarning, match=rf"so the context is that instead of 6,400.*; {words}"):
         measured_plan(Model(), LoadOptions())
     for others in (0, None):
@@ -211,7 +214,8 @@ def test_each_rope_table_counts_once(hf_folder):
         return decoder_layers(config, lambda i: replace(config.attention(i), rope=other if i == 1 else config.rope))
 
     folder, length = hf_folder("Llama", seed=3), 48
-    one, two = (plan_load(LoadOptions(model=folder, device="cpu", max_model_len=length, layers=own)) for own in (None, compose))
+    options = LoadOptions(model=folder, device="cpu", max_model_len=length)
+    one, two = (plan_load(replace(options, layers=layers)) for layers in (None, compose))
     table = 4 * length * one[0].config.head_dim
     assert (one[0].rope_bytes(length), two[0].rope_bytes(length)) == ([table], [table] * 2)
     assert (one[1].other, two[1].other) == (4 * table, 5 * table), "one table at a time is computed with temporary tensors"
@@ -265,18 +269,17 @@ class Recurrent(Model):
 def test_states_lower_the_number_of_sequences(free):
     """90% of 1,500 MiB, less 1,100: 250 MiB, of which states take half at most. Pages and steps get the rest."""
     free(400)
-    made = plan_memory(Recurrent(), LENGTH, GPU, LoadOptions(), step_bytes=lambda step: step.max_num_batched_tokens * MB // 32)
+    made = plan(lambda tokens: tokens // 32, model=Recurrent())
     assert (made.max_num_seqs, made.state, made.other) == (12, 10 * MB, 220 * MB)
     assert (made.max_num_batched_tokens, made.snapshots, made.pages) == (1024, 2, 250 - 120 - 32 - 20)
     assert made.fits
     assert made.full == 12 * 100
     assert ("rope tables and states", 220 * MB, "states of 12 sequences, 10MiB each") in made.rows()
-    assert plan_memory(Recurrent(), LENGTH, GPU, LoadOptions(max_num_seqs=5), step_bytes=lambda _: MB).max_num_seqs == 5
-    asked = LoadOptions(kv_cache_memory=200 * MB)
-    made = plan_memory(Recurrent(), LENGTH, GPU, asked, step_bytes=lambda _: MB)
+    assert plan(lambda _: 1, model=Recurrent(), max_num_seqs=5).max_num_seqs == 5
+    made = plan(lambda _: 1, model=Recurrent(), kv_cache_memory=200 * MB)
     assert (made.max_num_seqs, made.pages) == (5, 200), "beside 200 pages"
     free(0)
-    made = plan_memory(Recurrent(), LENGTH, GPU, LoadOptions(), step_bytes=lambda _: MB)
+    made = plan(lambda _: 1, model=Recurrent())
     assert made.max_num_seqs == 1
     assert not made.fits
 
@@ -284,13 +287,11 @@ def test_states_lower_the_number_of_sequences(free):
 def test_kept_states(free):
     """900 MiB are left for pages and kept states. These get a quarter, four for each sequence at most; or what is asked for."""
     free(1300)  # 90% of 2,400 MiB, less 1,100 of weights and tables, 100 of ten states and 60 of steps
-    options = LoadOptions(max_num_seqs=10)
-    made = plan_memory(Recurrent(), LENGTH, GPU, options, step_bytes=lambda _: 60 * MB)
+    made = plan(lambda _: 60, model=Recurrent(), max_num_seqs=10)
     assert (made.max_num_seqs, made.snapshots, made.pages) == (10, 22, 900 - 220)
     assert made.needed == made.budget
     assert ("state cache", 220 * MB, "22 snapshots of states, for the prefix cache") in made.rows()
-    few = plan_memory(Recurrent(), LENGTH, GPU, replace(options, max_num_seqs=2), step_bytes=lambda _: 60 * MB)
-    assert few.snapshots == 8
+    assert plan(lambda _: 60, model=Recurrent(), max_num_seqs=2).snapshots == 8
     for changes, snapshots, pages in (
         ({"state_cache_memory": "101MiB"}, 10, 800),
         ({"state_cache_memory": 0}, 0, 900),
@@ -298,44 +299,31 @@ def test_kept_states(free):
         ({"kv_cache_memory": 870 * MB}, 3, 870),
         ({"kv_cache_memory": 870 * MB, "state_cache_memory": 20 * MB}, 2, 870),
     ):
-        made = plan_memory(Recurrent(), LENGTH, GPU, replace(options, **changes), step_bytes=lambda _: 60 * MB)
+        made = plan(lambda _: 60, model=Recurrent(), max_num_seqs=10, **changes)
         assert (made.snapshots, made.pages) == (snapshots, pages)
         assert made.fits
 
 
-def test_no_room_for_kept_states_is_said(free, monkeypatch):
+def test_no_room_for_kept_states_is_said(free, measure):
     """250 MiB for states, steps and pages: less than 40 are left."""
     free(400)
-    monkeypatch.setattr("minirt.engine.runner.measure_step_bytes", lambda *_, **__: 95 * MB)
+    measure(lambda *_, **__: 95 * MB)
     with pytest.warns(RuntimeWarning, match="no prefix cache: .* 10MiB .*--state-cache-memory"):
         assert measured_plan(Recurrent(), LoadOptions(max_num_seqs=12)).snapshots == 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        warnings.filterwarnings("error", "no prefix cache")
+    with no_warning("(?!no prefix cache)"):
         assert measured_plan(Recurrent(), LoadOptions(max_num_seqs=2)).snapshots == 3
         assert measured_plan(Recurrent(), LoadOptions(max_num_seqs=12, state_cache_memory=0)).snapshots == 0
 
 
-@pytest.mark.parametrize("wrong", [-1, "much", 1.5, True])
-def test_a_wrong_size_of_kept_states_is_refused(wrong):
-    with pytest.raises(ConfigError, match="--state-cache-memory"):
-        LoadOptions(state_cache_memory=wrong)
-    with pytest.raises(ConfigError, match="no prefix cache"):
-        LoadOptions(state_cache_memory=1 << 20, prefix_cache=False)
-
-
-def test_fewer_sequences_are_said(free, monkeypatch):
+def test_fewer_sequences_are_said(free, measure):
     """The warning has both numbers; steps are measured with the lower one, so that the states fit while they are measured."""
     free(400)
     seen = []
-    monkeypatch.setattr(
-        "minirt.engine.runner.measure_step_bytes", lambda model, limits, **_: seen.append(limits.max_num_seqs) or MB
-    )
+    measure(lambda model, limits, **_: seen.append(limits.max_num_seqs) or MB)
     with pytest.warns(RuntimeWarning, match=r"12 instead of 64 sequences run at once \(--max-num-seqs\): .* 10MiB"):
         made = measured_plan(Recurrent(), LoadOptions())
     assert {made.max_num_seqs, *seen} == {12}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with no_warning():
         assert measured_plan(Recurrent(), LoadOptions(max_num_seqs=12, prefix_cache=False)).max_num_seqs == 12
 
 

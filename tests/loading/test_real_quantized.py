@@ -81,8 +81,8 @@ def write(folder: Path, form: dict[str, Any]) -> int:
 
     def expanded(value: Any) -> Any:  # names of all layers for a name with {i}
         if isinstance(value, dict):
-            return {name: expanded(own) for name, own in value.items()}
-        if isinstance(value, list) and all(isinstance(own, str) for own in value):
+            return {name: expanded(item) for name, item in value.items()}
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
             return [name.replace("{i}", str(i)) for name in value for i in range(LAYERS if "{i}" in name else 1)]
         return value
 

@@ -6,7 +6,7 @@ The files are written by tests/support/quantized.py. The truth is transformers i
 import json
 import math
 import shutil
-import warnings
+from functools import partial
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -14,10 +14,12 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support.quantized import STYLES, save, write
+from support import quantized_int4
+from support.checkpoints import TOKENS, config, load, logits, no_warning, plan, refused, restate
+from support.quantized import STYLES, save, write, write_changed
 from support.weights import loads_alike
 
-from minirt import Generator, LoadOptions, SamplingParams
+from minirt import LoadOptions, SamplingParams
 from minirt.bench.bounds import errors, fault, floor
 from minirt.errors import CheckpointError, ConfigError, MinirtError, UnsupportedError
 from minirt.kernels.reference import dequantize_fp8, quantize_fp8
@@ -26,21 +28,13 @@ from minirt.loading.checkpoint import PinnedBuffers
 from minirt.loading.load import plan_model
 from minirt.modeling.parameters import PackedExperts
 
-TOKENS = [(7 * i * i + 3 * i) % 211 for i in range(40)]
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}  # in safetensors files
 # Sizes that blocks of 128 do not divide: q, k and v begin at rows 0, 288 and 384; the last block of K has 16 columns.
 SIZES = {"hidden_size": 144, "intermediate_size": 200, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 48}
 
 
-def load(folder, **options):
-    return Generator.from_pretrained(folder, device="cpu", **{"kv_cache_memory": 1 << 22, **options})
-
-
 def quietly(folder, **options):
-    """Load; a warning is an error, but for that of quantized weights on a CPU."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "on a CPU, quantized weights save memory")
+    with no_warning("on a CPU, quantized weights save memory"):
         return load(folder, **options)
 
 
@@ -51,7 +45,7 @@ def plain(hf_folder):
 
 @pytest.fixture
 def quantized(plain, tmp_path):
-    return lambda style, **options: write(plain, tmp_path / "model", style, **options)
+    return partial(write_changed, write, plain, tmp_path / "model")
 
 
 def truth(plain, exact, dtype):
@@ -67,7 +61,8 @@ def truth(plain, exact, dtype):
 
 @pytest.mark.parametrize("style", STYLES)
 def test_each_format_computes_what_it_states(style, plain, quantized):
-    """Steps of one token use activations that are not rounded, so they agree within the bounds of fp32."""
+    """Weights and scales are those of the file. Steps of one token use activations that are not rounded, so they agree within
+    the bounds of fp32."""
     written = quantized(style, shards=3)
     exact, theirs = truth(plain, written.exact, torch.float64), truth(plain, written.exact, torch.float32)
     with quietly(written.folder) as generator:
@@ -76,48 +71,33 @@ def test_each_format_computes_what_it_states(style, plain, quantized):
         for layer in ("layers.0.attention", "layers.2.mlp"):
             assert rows[layer].formats == (("fp8 128x128" if blocks else "fp8"),)
         assert rows["embedding"].formats == rows["head"].formats == ()
-        assert generator.plan.checkpoint.startswith(written_method(style))
+        assert generator.plan.checkpoint.startswith(style.split()[0])
+        for parameter in (each for layer in generator._model.layers for each in layer.quantizable()):
+            values = torch.cat([written.tensors[f"{module}.weight"].view(torch.uint8) for module in parameter.modules])
+            assert torch.equal(parameter.weight.view(torch.uint8), values)
+            if parameter.format is not None:
+                assert parameter.scale.dtype == torch.float32
+                right = torch.cat([written.exact[f"{module}.weight"] for module in parameter.modules])
+                assert torch.equal(dequantize_fp8(parameter.weight, parameter.scale, torch.float64), right)
+                biases = 0 if parameter.bias is None else parameter.bias.nbytes
+                assert parameter.weight.nbytes + parameter.scale.nbytes + biases == parameter.nbytes(torch.float32)
         with torch.no_grad():
             for token in TOKENS[:6]:
                 ids = torch.tensor([[token]])
                 right, approximate = exact(ids).logits[0], theirs(ids).logits[0]
-                found = errors(generator.logits([token]), right)
-                assert fault(found, errors(approximate, right), floor(torch.float32)) is None
+                error_of_one = errors(generator.logits([token]), right)
+                assert fault(error_of_one, errors(approximate, right), floor(torch.float32)) is None
             right = exact(torch.tensor([TOKENS])).logits[0]
         error = errors(generator.logits(TOKENS), right).relative
         assert 1e-3 < error < 0.25, "the effect of rounding activations to e4m3, about 2% each, in a model with random weights"
         assert len(generator.generate(TOKENS, SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)).token_ids) == 3
 
 
-def written_method(style):
-    return style.split()[0]
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_weights_and_scales_are_those_of_the_file(style, plain, quantized):
-    written = quantized(style)
-    with load(written.folder) as generator:
-        for layer in generator._model.layers:
-            for parameter in layer.quantizable():
-                for i, module in enumerate(parameter.modules):
-                    values = written.tensors.get(f"{module}.weight")
-                    own = slice(sum(parameter.rows[:i]), sum(parameter.rows[: i + 1]))
-                    assert torch.equal(parameter.weight[own].view(torch.uint8), values.view(torch.uint8))
-                if parameter.format is not None:
-                    assert parameter.scale.dtype == torch.float32
-                    exact = torch.cat([written.exact[f"{module}.weight"] for module in parameter.modules])
-                    assert torch.equal(dequantize_fp8(parameter.weight, parameter.scale, torch.float64), exact)
-                    assert parameter.weight.nbytes + parameter.scale.nbytes == parameter.nbytes(torch.float32) - sum(
-                        bias.nbytes for bias in [parameter.bias] if bias is not None
-                    )
-
-
 @pytest.mark.parametrize("style", ["compressed-tensors channel", "modelopt", "fp8 block"])
 def test_weights_in_pieces(style, quantized, monkeypatch):
     """Parts of a file of 5,000 bytes, through buffers as on a GPU. The pieces of a weight begin at rows within a block."""
     written = quantized(style)
-    with load(written.folder) as generator:
-        expected = generator.logits(TOKENS)
+    expected = logits(written.folder)
     original, buffers, sizes = checkpoint._read, PinnedBuffers(5_000, None), []
 
     def read(group, place, _=None):
@@ -140,34 +120,21 @@ def test_a_file_of_the_numbers_of_fp8_loads_as_fp8_does(plain, tmp_path):
             values, scale = quantize_fp8(tensor)
             written.tensors |= {name: values, f"{name}_scale": scale.unsqueeze(1)}
     save(written)
-    with load(written.folder) as stored, load(plain, quantization="fp8", quantize_head=False) as own:
-        assert torch.equal(stored.logits(TOKENS), own.logits(TOKENS))
-        assert torch.equal(stored.logits(TOKENS[:1]), own.logits(TOKENS[:1]))
-        assert [row.bytes for row in stored.plan.rows] == [row.bytes for row in own.plan.rows]
-        assert stored.plan.rows == own.plan.rows
-        assert stored.decode_read_bytes == own.decode_read_bytes
-        keys = [[parameter.compile_key() for parameter in each._model.parameters()] for each in (stored, own)]
+    with load(written.folder) as stored, load(plain, quantization="fp8", quantize_head=False) as rounded:
+        assert torch.equal(stored.logits(TOKENS), rounded.logits(TOKENS))
+        assert torch.equal(stored.logits(TOKENS[:1]), rounded.logits(TOKENS[:1]))
+        assert [row.bytes for row in stored.plan.rows] == [row.bytes for row in rounded.plan.rows]
+        assert stored.plan.rows == rounded.plan.rows
+        assert stored.decode_read_bytes == rounded.decode_read_bytes
+        keys = [[parameter.compile_key() for parameter in each._model.parameters()] for each in (stored, rounded)]
         assert keys[0] == keys[1], "the same kernels"
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_scales_of_any_float_dtype(dtype, plain, quantized):
-    written = quantized("fp8 block")
-    for name in list(written.tensors):
-        if name.endswith("_inv"):
-            written.tensors[name] = written.tensors[name].to(dtype)
-    save(written)
-    with load(written.folder) as generator:
-        down = generator._model.layers[2].down
-        assert torch.equal(down.scale, written.tensors[f"{down.modules[0]}.weight_scale_inv"].float())
 
 
 def test_mixed_models(plain, quantized):
     """Linears in 16 bits beside quantized ones, a quantized head, and ignore lists with regular expressions."""
     written = quantized("compressed-tensors channel", skip=("q_proj", "k_proj", "v_proj", "1.mlp.down_proj"))
-    config = json.loads((written.folder / "config.json").read_text())
-    config["quantization_config"]["ignore"] = ["re:.*self_attn.(q|k|v)_proj$", "model.layers.1.mlp.down_proj"]
-    (written.folder / "config.json").write_text(json.dumps(config))
+    stated = config(written.folder)["quantization_config"]
+    restate(written.folder, quantization_config=stated | {"ignore": ["re:.*self_attn.(q|k|v)_proj$", DOWN]})
     with quietly(written.folder) as generator:
         first, attention, mlp, head = (generator._model.layers[i] for i in (2, 1, 4, -1))
         assert first.down.format is not None
@@ -190,6 +157,7 @@ def test_what_is_not_listed(quantized):
 
 
 def test_tied_heads(hf_folder, tmp_path):
+    """Catches a head that is loaded as a second table, and one that contradicts the embedding."""
     plain = hf_folder("Llama", seed=8, tie_word_embeddings=True)
     for style in ("compressed-tensors channel", "modelopt", "fp8 block"):
         written = write(plain, tmp_path / style, style, skip=())
@@ -198,53 +166,50 @@ def test_tied_heads(hf_folder, tmp_path):
     table = written.tensors["model.embed_tokens.weight"]
     written.tensors["lm_head.weight"] = table.to(torch.float8_e4m3fn)
     save(written)
-    with pytest.raises(ConfigError, match=r"lm_head\.weight: config\.json ties the head.*set tie_word_embeddings to false"):
-        load(written.folder)
+    refused(written.folder, r"lm_head\.weight: config\.json ties the head.*set tie_word_embeddings to false", ConfigError)
     written.tensors.pop("lm_head.weight")
     written.tensors["model.embed_tokens.weight"] = table.to(torch.float8_e4m3fn)
     written.tensors["model.embed_tokens.weight_scale_inv"] = torch.ones(2, 1)
     save(written)
-    with pytest.raises(UnsupportedError, match=r"model\.embed_tokens\.weight: this weight cannot be quantized"):
-        load(written.folder)
+    refused(written.folder, r"model\.embed_tokens\.weight: this weight cannot be quantized", UnsupportedError)
 
 
 def test_notes_and_unused_scales(quantized):
+    """Catches scales that are left out without a word, and names that transformers gives them."""
+
+    def renamed(tensors):
+        for name in [name for name in tensors if name.endswith(".weight_scale")]:
+            tensors[f"{name}_inv"] = tensors.pop(name)
+            tensors[name.replace("weight_scale", "activation_scale")] = torch.tensor(0.5)
+
     written = quantized("modelopt")
     with load(written.folder) as generator:
         notes = "\n".join(generator.plan.notes)
         assert "21 input scales are not used" in notes
         assert "6 scales of the KV cache are not used" in notes
         assert generator.unused_tensors == ()
-    stated = json.loads((quantized("compressed-tensors channel").folder / "config.json").read_text())
-    stated["quantization_config"]["config_groups"]["group_0"]["input_activations"] = None
-    (written.folder / "config.json").write_text(json.dumps(stated))
+    stated = config(quantized("compressed-tensors channel").folder)["quantization_config"]
+    stated["config_groups"]["group_0"]["input_activations"] = None
+    restate(written.folder, quantization_config=stated)
     (written.folder / "hf_quant_config.json").unlink()
-    assert "16-bit activations" in "".join(plan_model(LoadOptions(model=written.folder, device="cpu")).plan.notes)
-    written = quantized("fp8 tensor")  # with the names that transformers gives them
-    names = [name for name in written.tensors if name.endswith(".weight_scale")]
-    for name in names:
-        written.tensors[f"{name}_inv"] = written.tensors.pop(name)
-        written.tensors[name.replace("weight_scale", "activation_scale")] = torch.tensor(0.5)
-    save(written)
+    assert "16-bit activations" in "".join(plan(written.folder).notes)
+    written = quantized("fp8 tensor", renamed)
     with load(written.folder) as generator:
         assert "21 input scales are not used" in "".join(generator.plan.notes)
         down = generator._model.layers[2].down
         assert down.scale.unique().item() == written.tensors[f"{down.modules[0]}.weight_scale_inv"].item()
 
 
-# --- the plan ---
-
-
-def test_a_scale_of_the_kv_cache_may_have_a_value_for_each_head(quantized):
-    written = quantized("modelopt")
-    written.tensors[f"{K}.k_scale"] = torch.tensor([0.5, 2.0])
-    save(written)
-    with load(written.folder) as generator:
-        assert "6 scales of the KV cache are not used" in "\n".join(generator.plan.notes)
-    written.tensors[f"{K}.k_scale"] = torch.ones(6)  # one for each query head
-    save(written)
-    with pytest.raises(CheckpointError, match=r"wrong shape of a scale; expected one value.* 2 KV heads; found \[6\]"):
-        load(written.folder)
+@pytest.mark.parametrize(("style", "scale", "right", "wrong", "heads"), [
+    ("modelopt", "k_proj.k_scale", 2, 6, "2 KV heads"), ("fp8 tensor", "q_scale", 6, 2, "6 query heads"),
+])  # fmt: skip
+def test_a_scale_of_attention_may_have_a_value_for_each_head(style, scale, right, wrong, heads, quantized):
+    """Catches a refusal of such files, and scales of the other heads."""
+    folder = quantized(style, lambda t: t.update({f"{ATTENTION}.{scale}": torch.ones(right)})).folder
+    assert "are not used" in "\n".join(plan(folder).notes)
+    load(folder).close()
+    folder = quantized(style, lambda t: t.update({f"{ATTENTION}.{scale}": torch.ones(wrong)})).folder
+    refused(folder, rf"wrong shape of a scale; expected one value.* {heads}; found \[{wrong}\]")
 
 
 ATTENTION = "model.layers.0.self_attn"
@@ -259,57 +224,38 @@ SCALE_NAMES = [
 @pytest.mark.parametrize("names", SCALE_NAMES, ids=", ".join)
 def test_scales_of_attention_under_any_name(names, quantized):
     """Catches a refusal of scales that minirt does not use: it computes those of FP8 pages."""
-    written = quantized("fp8 tensor")
-    with load(written.folder) as generator:
-        expected = generator.logits(TOKENS)
-    written.tensors |= {f"{ATTENTION}.{name}": torch.tensor(0.03) for name in names}
-    save(written)
+    written = quantized("fp8 tensor", lambda t: t.update({f"{ATTENTION}.{name}": torch.tensor(0.03) for name in names}))
     with quietly(written.folder) as generator:
-        assert torch.equal(generator.logits(TOKENS), expected)
         what = "attention" if any("q_scale" in name or "prob" in name for name in names) else "the KV cache"
         assert f"{len(names)} scales of {what} are not used" in "".join(generator.plan.notes)
         assert generator.unused_tensors == ()
     written.tensors[f"{ATTENTION}.{names[0]}"] = torch.tensor(-0.03)
     save(written)
-    with pytest.raises(CheckpointError, match=f"{names[0]}: 1 of 1 scales are unusable"):
-        load(written.folder)
+    refused(written.folder, f"{names[0]}: 1 of 1 scales are unusable", by=load)
 
 
 @pytest.mark.parametrize("name", ["o_scale", "self_attn.x.attn.k_scale", "model.layers.3.self_attn.k_scale", "k_scale"])
 def test_other_scales_are_unexpected(name, quantized):
     """Catches a name that is accepted anywhere: in a layer that the model does not have, or of no layer."""
-    written = quantized("fp8 tensor")
     name = name if name.startswith(("model.", "k_scale")) else f"{ATTENTION}.{name}"
-    written.tensors[name] = torch.tensor(0.03)
-    save(written)
-    with pytest.raises(CheckpointError, match=f"1 unexpected tensors.*{name}"):
-        load(written.folder)
-
-
-def test_a_scale_of_queries_may_have_a_value_for_each_query_head(quantized):
-    written = quantized("fp8 tensor")
-    written.tensors[f"{ATTENTION}.q_scale"] = torch.ones(6)
-    save(written)
-    load(written.folder).close()
-    written.tensors[f"{ATTENTION}.q_scale"] = torch.ones(2)
-    save(written)
-    with pytest.raises(CheckpointError, match=r"wrong shape of a scale; expected one value.* 6 query heads; found \[2\]"):
-        load(written.folder)
+    folder = quantized("fp8 tensor", lambda t: t.update({name: torch.tensor(0.03)})).folder
+    refused(folder, f"1 unexpected tensors.*{name}", by=plan)
 
 
 def test_the_plan_reads_headers_only(quantized, monkeypatch):
+    """Catches minutes of reading for a plan, and sizes that are not those of the file."""
     written = quantized("fp8 block", shards=2)
     monkeypatch.setattr("minirt.loading.checkpoint._read", lambda *_: pytest.fail("a tensor was read"))
-    plan = plan_model(LoadOptions(model=written.folder, device="cpu", dtype="bfloat16")).plan
-    assert plan.checkpoint == "fp8: FP8, one scale for each block of 128x128"
-    rows = {row.layer: row for row in plan.rows}
+    planned = plan(written.folder, dtype="bfloat16")
+    assert planned.checkpoint == "fp8: FP8, one scale for each block of 128x128"
+    rows = {row.layer: row for row in planned.rows}
     down = 144 * 200 + 2 * 2 * 4
     gate_up = 2 * 200 * 144 + 4 * (400 // 8) * 2  # up begins at row 200, so the scales are for 8 rows
     assert rows["layers.0.mlp"].bytes == down + gate_up + 2 * 144
     for file in written.folder.glob("*.safetensors*"):
         file.unlink()
-    stated = plan_model(LoadOptions(model=written.folder, device="cpu", dtype="bfloat16")).plan
-    assert stated.rows == plan.rows
+    stated = plan(written.folder, dtype="bfloat16")
+    assert stated.rows == planned.rows
     assert "the formats are those that config.json states" in stated.notes[0]
 
 
@@ -317,7 +263,7 @@ def test_the_plan_of_a_hub_model(quantized, monkeypatch):
     """Headers come from the Hub. If it cannot be reached, what config.json states is believed."""
     written = quantized("fp8 block", skip=("lm_head", "1.mlp.down_proj"), listed=False)
     with pytest.warns(UserWarning, match="down_proj"):
-        local = plan_model(LoadOptions(model=written.folder, device="cpu")).plan
+        local = plan(written.folder)
     header = SimpleNamespace(tensors={
         name: SimpleNamespace(dtype=NAMES[tensor.dtype], shape=list(tensor.shape)) for name, tensor in written.tensors.items()
     })  # fmt: skip
@@ -330,18 +276,18 @@ def test_the_plan_of_a_hub_model(quantized, monkeypatch):
     (written.folder / "model.safetensors").unlink()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(written.folder))
     monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", metadata)
-    options = LoadOptions(model="org/name", device="cpu")
     with pytest.warns(UserWarning, match="down_proj"):
-        assert plan_model(options).plan == local
+        assert plan("org/name") == local
     assert asked == [("org/name", written.folder.name)]
     monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", lambda *_, **__: 1 / 0)
-    plan = plan_model(options).plan
-    assert plan.weight_bytes < local.weight_bytes
-    assert "config.json states" in plan.notes[0]
+    stated = plan("org/name")
+    assert stated.weight_bytes < local.weight_bytes
+    assert "config.json states" in stated.notes[0]
 
 
 @pytest.mark.parametrize("style", ["fp8 block", "modelopt block"])
 def test_blocks_run_on_triton_layers_on_a_gpu(style, quantized, monkeypatch):
+    """Catches a GPU that has the kernels and computes with PyTorch, and one that has none and gets them."""
     written = quantized(style)
     monkeypatch.setattr("minirt.layers.base.compute_capability", lambda device: (9, 0))
     monkeypatch.setattr("minirt.loading.load.compute_capability", lambda device: (9, 0))
@@ -352,12 +298,12 @@ def test_blocks_run_on_triton_layers_on_a_gpu(style, quantized, monkeypatch):
     assert rows["layers.0.mlp"].implementation == rows["layers.2.mlp"].implementation == "triton"
     assert rows["layers.0.mlp"].formats == ("fp8 128x128",)
     monkeypatch.setattr("minirt.layers.base.compute_capability", lambda device: (8, 6))
-    plan = plan_model(LoadOptions(model=written.folder)).plan
-    reason = {row.layer: row.reason for row in plan.rows}["layers.0.mlp"]
+    reason = {row.layer: row.reason for row in plan_model(LoadOptions(model=written.folder)).plan.rows}["layers.0.mlp"]
     assert "compute capability 8.6 is below 8.9 for fp8 128x128 weights" in reason
 
 
 def test_random_weights_of_each_format(quantized):
+    """Catches random codes whose scale makes the logits overflow or vanish."""
     for style in ("fp8 block", "compressed-tensors tensor"):
         written = quantized(style)
         for file in written.folder.glob("*.safetensors"):
@@ -468,69 +414,40 @@ TENSORS = {  # what: style, change of the tensors, error, words
 
 
 @pytest.mark.parametrize("what", TENSORS)
-def test_tensors_that_contradict(what, quantized, monkeypatch):
+def test_tensors_that_contradict(what, quantized):
+    """Catches weights that would be computed with another scale, or none, without a word."""
     style, change, error, words = TENSORS[what]
-    written = quantized(style)
-    change(written.tensors)
-    save(written)
-    with pytest.raises(error, match=words):
-        load(written.folder)
+    refused(quantized(style, change).folder, words, error)
 
 
 def test_values_are_refused_on_request(quantized):
     """NaN in the weights, of which e4m3 has a code."""
-    written = quantized("fp8 block")
-    written.tensors[f"{DOWN}.weight"].view(torch.uint8).view(-1)[7:9] = 0x7F
-    save(written)
-    load(written.folder).close()
-    with pytest.raises(CheckpointError, match=rf"{DOWN}\.weight: 2 NaN or Inf"):
-        load(written.folder, check_weights=True)
+    folder = quantized("fp8 block", lambda t: t[f"{DOWN}.weight"].view(torch.uint8).view(-1)[7:9].fill_(0x7F)).folder
+    load(folder).close()
+    refused(folder, rf"{DOWN}\.weight: 2 NaN or Inf", check_weights=True)
 
 
 def test_contradictions_of_tensors_and_config(quantized, plain):
-    written = quantized("compressed-tensors channel")
-    path = written.folder / "config.json"
-    config = json.loads(path.read_text())
-
-    def stated(**changes):
-        path.write_text(json.dumps(config | {"quantization_config": config["quantization_config"] | changes}))
-
-    stated(ignore=[DOWN, "lm_head"])
-    with pytest.raises(ConfigError, match=rf"{DOWN}\.weight: the weight is quantized, but config\.json says it is not"):
-        load(written.folder)
-    stated(ignore=["re:.*gate_proj", "lm_head"])
-    with pytest.raises(ConfigError, match=r"gate_proj\.weight: the weight is quantized, but"):
-        load(written.folder)
-    path.write_text(json.dumps({k: v for k, v in config.items() if k != "quantization_config"}))
-    with pytest.raises(CheckpointError, match=r"_proj\.weight: the weight is FP8, but config\.json states no quantization"):
-        load(written.folder)
-    stated()
-    shutil.copy(plain / "model.safetensors", written.folder)
-    with pytest.raises(ConfigError, match=r"quantization_config\.quant_method: no weight of the checkpoint is quantized"):
-        load(written.folder)
+    """Catches a statement that is believed although the tensors say otherwise, or the other way round."""
+    folder = quantized("compressed-tensors channel").folder
+    stated = config(folder)["quantization_config"]
+    group = stated["config_groups"]["group_0"]
+    values = group | {"targets": [r"re:.*self_attn\.v_proj"], "weights": group["weights"] | {"strategy": "tensor"}}
+    restate(folder, quantization_config=stated | {"config_groups": {"group_0": group, "group_1": values}})
+    refused(folder, r"layers\.0\.attention.*q_proj\.weight: FP8.*channel.*v_proj\.weight: .*tensor", UnsupportedError)
+    restate(folder, quantization_config=stated | {"ignore": [DOWN, "lm_head"]})
+    refused(folder, rf"{DOWN}\.weight: the weight is quantized, but config\.json says it is not", ConfigError)
+    restate(folder, quantization_config=stated | {"ignore": ["re:.*gate_proj", "lm_head"]})
+    refused(folder, r"gate_proj\.weight: the weight is quantized, but", ConfigError)
+    restate(folder, quantization_config=...)
+    refused(folder, r"_proj\.weight: the weight is FP8, but config\.json states no quantization")
+    restate(folder, quantization_config=stated)
+    refused(folder, "quantized already; found compressed-tensors: FP8", ConfigError, quantization="fp8")
+    shutil.copy(plain / "model.safetensors", folder)
+    refused(folder, r"quantization_config\.quant_method: no weight of the checkpoint is quantized", ConfigError)
 
 
-def test_parts_with_two_schemes(quantized):
-    written = quantized("compressed-tensors channel")
-    path = written.folder / "config.json"
-    config = json.loads(path.read_text())
-    groups = config["quantization_config"]["config_groups"]
-    groups["group_1"] = json.loads(json.dumps(groups["group_0"]))
-    groups["group_1"]["targets"], groups["group_1"]["weights"]["strategy"] = [r"re:.*self_attn\.v_proj"], "tensor"
-    path.write_text(json.dumps(config))
-    with pytest.raises(UnsupportedError, match=r"layers\.0\.attention.*q_proj\.weight: FP8.*channel.*v_proj\.weight: .*tensor"):
-        load(written.folder)
-
-
-def test_fp8_of_a_quantized_checkpoint_is_refused(quantized):
-    with pytest.raises(ConfigError, match="quantized already; found fp8: FP8"):
-        load(quantized("fp8 block").folder, quantization="fp8")
-
-
-# --- the eager form of blocks ---
-
-
-# --- compressed-tensors' own compressor ---
+# --- other projects' quantizers, and a trained model ---
 
 
 @pytest.mark.parametrize("strategy", ["channel", "tensor", "block"])
@@ -570,20 +487,16 @@ def test_against_transformers(hf_folder, tmp_path):
     for name, tensor in load_file(source / "model.safetensors").items():
         tensors |= quantize({name: tensor}) if name.endswith("_proj.weight") else {name: tensor}
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors", {"format": "pt"})
-    config = json.loads((source / "config.json").read_text()) | {"quantization_config": stated.to_dict()}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(config(source) | {"quantization_config": stated.to_dict()}))
     read = transformers.FineGrainedFP8Config(dequantize=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=read, dtype=torch.float32)
     theirs = model.state_dict()
     with load(tmp_path) as generator:
-        found = [each for layer in generator._model.layers for each in layer.quantizable() if each.format is not None]
-        assert sum(len(each.modules) for each in found) == 7
-        for each in found:
+        quantized = [each for layer in generator._model.layers for each in layer.quantizable() if each.format is not None]
+        assert sum(len(each.modules) for each in quantized) == 7
+        for each in quantized:
             right = torch.cat([theirs[f"{module}.weight"] for module in each.modules])
             assert torch.equal(dequantize_fp8(each.weight, each.scale), right), each.modules
-
-
-# --- SmolLM2 ---
 
 
 TEXT = "The capital of France is Paris. The capital of Italy is Rome. Water is made of hydrogen and oxygen, and the Earth orbits"
@@ -597,20 +510,22 @@ def mean_loss(generator, tokens):
 
 @pytest.mark.slow
 def test_smollm2(smollm2, tmp_path):
-    """A trained model with a tied head in three formats, in shards: text as before, and hardly more loss."""
+    """A trained model with a tied head, in shards. FP8: text as before, and hardly more loss; 4 bits cost this model much, and a
+    wrong order would cost all."""
     greedy = SamplingParams(max_tokens=2, temperature=0)
     with load(smollm2) as generator:
         tokens = generator.tokenizer.encode(TEXT)
         before, text = mean_loss(generator, tokens), generator.generate(TEXT, greedy).text
     assert text.startswith(" the Sun")
-    for style in ("compressed-tensors channel", "modelopt", "fp8 block"):
-        folder = write(smollm2, tmp_path / style, style, shards=2, listed=style != "fp8 block").folder
+    for folder, size, most in (
+        (write(smollm2, tmp_path / "fp8", "fp8 block", shards=2, listed=False).folder, 0.45 * 538e6, before + 0.1),
+        (quantized_int4.write(smollm2, tmp_path / "int4", "gptq 128", shards=2).folder, 0.4 * 538e6, 4.0),
+    ):
         with quietly(folder, max_model_len=64) as generator:
-            assert generator.plan.weight_bytes < 0.45 * 538e6
+            assert generator.plan.weight_bytes < size
             assert generator._model.layers[0].table is generator._model.layers[-1].lm_head
-            assert abs(mean_loss(generator, tokens) - before) < 0.1
-            assert generator.generate(TEXT, greedy).text == text
-        shutil.rmtree(folder)
+            assert mean_loss(generator, tokens) < most
+            assert generator.generate(TEXT, greedy).text == text or most == 4.0
 
 
 MIXTURE = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 136, "num_hidden_layers": 1, "head_dim": 16}
@@ -619,42 +534,40 @@ MIXTURE = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 
 def test_the_plan_refuses_what_loading_refuses(hf_folder, tmp_path):
     """A missing and an extra expert, one in 16 bits, and a config.json that states nothing: in the plan too, in few words."""
     written = write(hf_folder("Qwen3Moe", **MIXTURE), tmp_path / "q", "fp8 block")
-    options = LoadOptions(model=written.folder, device="cpu")
     whole, up = dict(written.tensors), "model.layers.0.mlp.experts.1.up_proj"
-    own = {name: tensor for name, tensor in whole.items() if name.startswith(up)}
+    expert = {name: tensor for name, tensor in whole.items() if name.startswith(up)}
 
-    def refused(tensors, words):
+    def both_refuse(tensors, words):
         written.tensors = tensors
         save(written)
-        for attempt in (lambda: plan_model(options), lambda: load(written.folder)):
+        for attempt in (plan, load):
             with pytest.raises(MinirtError, match=words) as error:
-                attempt()
+                attempt(written.folder)
             assert len(str(error.value)) < 600
 
-    others = {name: tensor for name, tensor in whole.items() if name not in own}
-    refused(others, rf"2 of \d+ tensors are missing; expected {up}\.weight, {up}")
-    extra = {name.replace("experts.1.", "experts.3."): tensor.clone() for name, tensor in own.items()}
-    refused(whole | extra, r"2 unexpected tensors; found .*experts\.3\.up_proj")
+    others = {name: tensor for name, tensor in whole.items() if name not in expert}
+    both_refuse(others, rf"2 of \d+ tensors are missing; expected {up}\.weight, {up}")
+    extra = {name.replace("experts.1.", "experts.3."): tensor.clone() for name, tensor in expert.items()}
+    both_refuse(whole | extra, r"2 unexpected tensors; found .*experts\.3\.up_proj")
     plain = others | {f"{up}.weight": written.exact[f"{up}.weight"].float()}
-    refused(plain, rf"layers\.0\.moe: .*one format.*experts\.0\.gate_proj\.weight: FP8.*{up}\.weight: not quantized")
-    config = json.loads((written.folder / "config.json").read_text())
-    (written.folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "quantization_config"}))
-    refused(whole, r"q_proj\.weight: the weight is FP8, but config\.json states no quantization")
+    both_refuse(plain, rf"layers\.0\.moe: .*one format.*experts\.0\.gate_proj\.weight: FP8.*{up}\.weight: not quantized")
+    restate(written.folder, quantization_config=...)
+    both_refuse(whole, r"q_proj\.weight: the weight is FP8, but config\.json states no quantization")
 
 
 @pytest.mark.parametrize("style", ["compressed-tensors channel", "fp8 block"])
 def test_experts_keep_their_scales(style, hf_folder, tmp_path):
     """Each expert's weights times its scales are the written ones; the router is not quantized."""
     written = write(hf_folder("Qwen3Moe", **MIXTURE), tmp_path / "q", style)
-    with Generator.from_pretrained(written.folder, device="cpu", kv_cache_memory=1 << 22) as generator:
+    with load(written.folder) as generator:
         layer = next(layer for layer in generator.model.layers if layer.kind == "moe")
         assert layer.router.format is None
         for name, parts in (("gate_up", ("gate", "up")), ("down", ("down",))):
             weight, scale = getattr(layer, name).stacked
             for e in range(3):
-                found = dequantize_fp8(weight[e], scale[e], torch.float64)
                 names = [f"model.layers.0.mlp.experts.{e}.{part}_proj.weight" for part in parts]
-                torch.testing.assert_close(found, torch.cat([written.exact[n] for n in names]), rtol=1e-6, atol=0)
+                right = torch.cat([written.exact[name] for name in names])
+                torch.testing.assert_close(dequantize_fp8(weight[e], scale[e], torch.float64), right, rtol=1e-6, atol=0)
         assert generator.logits([3, 4, 5]).isfinite().all()
 
 
@@ -662,8 +575,7 @@ def test_experts_keep_their_scales(style, hf_folder, tmp_path):
 def test_single_experts_in_pieces(style, hf_folder, tmp_path, monkeypatch):
     """Each expert is larger than a part of the file. Catches pieces that are all loaded to an expert's first rows."""
     written = write(hf_folder("Qwen3Moe", **MIXTURE), tmp_path / "q", style)
-    with load(written.folder) as generator:
-        expected = generator.logits(TOKENS)
+    expected = logits(written.folder)
     original, split = PackedExperts.load, []
 
     def record(self, name, source, first=0):
@@ -672,8 +584,7 @@ def test_single_experts_in_pieces(style, hf_folder, tmp_path, monkeypatch):
 
     monkeypatch.setattr(PackedExperts, "load", record)
     monkeypatch.setattr(checkpoint, "PART_BYTES", 500)
-    with load(written.folder) as generator:
-        assert torch.equal(generator.logits(TOKENS), expected)
+    assert torch.equal(logits(written.folder), expected)
     assert any(split)
 
 

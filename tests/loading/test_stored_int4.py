@@ -7,8 +7,7 @@ linear in each other's rows.
 
 import json
 import math
-import shutil
-import warnings
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,29 +15,24 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support.quantized import save
+from support.checkpoints import TOKENS, config, distance, load, logits, no_warning, plan, refused, restate
+from support.quantized import save, write_changed
 from support.quantized_int4 import STYLES, write
 from support.weights import loads_alike
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minirt import Generator, LoadOptions, SamplingParams
+from minirt import SamplingParams
 from minirt.errors import CheckpointError, ConfigError, MinirtError, UnsupportedError
 from minirt.kernels.reference import dequantize_int4, unpack_int4_scale
 from minirt.layers.moe import MoE
 from minirt.loading import checkpoint
-from minirt.loading.load import plan_model
 from minirt.modeling.formats import Kept, LinearFormat, QuantizedToInt4, StoredInt4
 from minirt.modeling.quantization_config import INT4_LAYOUTS, Int4Scheme
 
-TOKENS = [(7 * i * i + 3 * i) % 211 for i in range(24)]
 # Columns that neither 128 nor 64 nor 32 divides; q, k and v begin at rows 0, 288 and 384.
 SIZES = {"hidden_size": 144, "intermediate_size": 200, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 48}
 DOWN = "model.layers.1.mlp.down_proj"
 K = "model.layers.0.self_attn.k_proj"
-
-
-def load(folder, **options):
-    return Generator.from_pretrained(folder, device="cpu", **{"kv_cache_memory": 1 << 22, **options})
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +42,7 @@ def plain(hf_folder):
 
 @pytest.fixture
 def quantized(plain, tmp_path):
-    return lambda style, **options: write(plain, tmp_path / "model", style, **options)
+    return partial(write_changed, write, plain, tmp_path / "model")
 
 
 def check_weights(generator, exact):
@@ -60,8 +54,8 @@ def check_weights(generator, exact):
             if parameter.format is None:
                 assert torch.equal(parameter.weight.double(), right)
                 continue
-            found = dequantize_int4(parameter.weight, parameter.scale, parameter.in_features, torch.float64)
-            assert torch.equal(found, right), parameter.modules
+            weight = dequantize_int4(parameter.weight, parameter.scale, parameter.in_features, torch.float64)
+            assert torch.equal(weight, right), parameter.modules
             kept = parameter.format.nbytes(parameter.rows, parameter.in_features)
             assert parameter.weight.nbytes + parameter.scale.nbytes == kept
             count += 1
@@ -69,11 +63,10 @@ def check_weights(generator, exact):
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_each_layout_has_the_numbers_of_its_file(style, plain, quantized):
+def test_each_layout_has_the_numbers_of_its_file(style, plain, quantized, monkeypatch):
+    """Catches nibbles, zero points and groups in another place, also of a tensor that is repacked in pieces."""
     written = quantized(style, shards=3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "on a CPU, quantized weights save memory")
+    with no_warning("on a CPU, quantized weights save memory"):
         generator = load(written.folder)
     with generator:
         assert check_weights(generator, written.exact) == 3 * 4
@@ -85,17 +78,10 @@ def test_each_layout_has_the_numbers_of_its_file(style, plain, quantized):
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(plain), dtype=torch.float64)
         model.load_state_dict(written.exact, strict=False)
         right = model.eval()(torch.tensor([TOKENS])).logits[0]
-        assert ((generator.logits(TOKENS) - right).norm() / right.norm()).item() < 1e-5
+        assert distance(generator.logits(TOKENS), right) < 1e-5
         assert len(generator.generate(TOKENS, SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)).token_ids) == 3
-    planned = plan_model(LoadOptions(model=written.folder, device="cpu")).plan
-    assert planned.rows == generator.plan.rows, "from the headers"
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_repacking_in_pieces(style, quantized, monkeypatch):
-    """Large tensors are repacked in several pieces. Here the pieces are as small as they can be."""
-    written = quantized(style)
-    monkeypatch.setattr(LinearFormat, "chunk", 1)
+    assert plan(written.folder).rows == generator.plan.rows, "from the headers"
+    monkeypatch.setattr(LinearFormat, "chunk", 1)  # large tensors are repacked in pieces, here as small as they can be
     with load(written.folder) as generator:
         assert check_weights(generator, written.exact) == 3 * 4
 
@@ -134,9 +120,9 @@ def test_scales_of_32_bits(quantized):
     written.tensors[f"{DOWN}.weight_scale"] = scale
     save(written)
     with load(written.folder) as generator:
-        found = unpack_int4_scale(generator._model.layers[4].down.scale)[0]
-        assert not torch.equal(found, scale)
-        assert ((found - scale).abs() / scale).max() <= 2**-20
+        stored = unpack_int4_scale(generator._model.layers[4].down.scale)[0]
+        assert not torch.equal(stored, scale)
+        assert ((stored - scale).abs() / scale).max() <= 2**-20
 
 
 def test_mixed_models(quantized):
@@ -147,22 +133,21 @@ def test_mixed_models(quantized):
             assert check_weights(generator, written.exact) == 3 * 4 - 1 + 1
             assert generator._model.layers[-1].lm_head.format is not None
             assert generator._model.layers[4].down.format is None
-        shutil.rmtree(written.folder)
 
 
 def dequantized(generator):
     """The weight of each linear with 4 bits, by module."""
-    found = {}
+    weights = {}
     for parameter in (each for layer in generator._model.layers for each in layer.quantizable() if each.format is not None):
         weight = dequantize_int4(parameter.weight, parameter.scale, parameter.in_features)
-        found |= dict(zip(parameter.modules, weight.split(parameter.rows), strict=True))
-    return found
+        weights |= dict(zip(parameter.modules, weight.split(parameter.rows), strict=True))
+    return weights
 
 
-def check_equal(found, right):
-    assert found.keys() == right.keys()
+def check_equal(weights, right):
+    assert weights.keys() == right.keys()
     for module, weight in right.items():
-        assert torch.equal(found[module], weight), module
+        assert torch.equal(weights[module], weight), module
 
 
 @pytest.fixture(scope="module")
@@ -183,10 +168,9 @@ def test_against_compressed_tensors(group, symmetric, whole_groups, tmp_path):
     style = {128: "packed 128", 64: "packed 128", 32: "packed 32", None: "packed channel"}[group]
     written = write(whole_groups, tmp_path / "model", style)
     strategy = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
-    path = written.folder / "config.json"
-    config = json.loads(path.read_text())
-    config["quantization_config"]["config_groups"]["group_0"]["weights"] |= strategy | {"symmetric": symmetric}
-    path.write_text(json.dumps(config))
+    stated = config(written.folder)["quantization_config"]
+    stated["config_groups"]["group_0"]["weights"] |= strategy | {"symmetric": symmetric}
+    restate(written.folder, quantization_config=stated)
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(num_bits=4, symmetric=symmetric, **strategy))
     compressor = BaseCompressor.get_value_from_registry("pack-quantized")
     torch.manual_seed(3)
@@ -229,11 +213,11 @@ def test_awq_files_that_compressed_tensors_converted(packer, tmp_path):
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.entrypoints.convert import AutoAWQConverter
 
-    config = json.loads((OTHERS / packer / "config.json").read_text())
-    converter = AutoAWQConverter.from_autoawq_config(config["quantization_config"])
+    original = config(OTHERS / packer)
+    converter = AutoAWQConverter.from_autoawq_config(original["quantization_config"])
     tensors = converter.process(load_file(OTHERS / packer / "model.safetensors"))
-    config["quantization_config"] = converter.update_config(None).model_dump(mode="json")
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    stated = {"quantization_config": converter.update_config(None).model_dump(mode="json")}
+    (tmp_path / "config.json").write_text(json.dumps(original | stated))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
     with load(tmp_path) as converted, load(OTHERS / packer) as original:
         assert converted.plan.checkpoint == "compressed-tensors: 4 bits, groups of 32, with zero points"
@@ -338,16 +322,13 @@ TENSORS = {  # what: style, change of the tensors, error, words
 
 @pytest.mark.parametrize("what", TENSORS)
 def test_tensors_that_contradict(what, quantized):
-    style, alter, error, words = TENSORS[what]
-    written = quantized(style)
-    if alter is None:
+    """Catches weights that would be computed with other levels, zero points or groups, without a word."""
+    style, change, error, words = TENSORS[what]
+    written = quantized(style, change or (lambda tensors: None))
+    if change is None:
         path = written.folder / "config.json"
         path.write_text(path.read_text().replace("gptq_v2", "gptq"))
-    else:
-        alter(written.tensors)
-        save(written)
-    with pytest.raises(error, match=words):
-        load(written.folder)
+    refused(written.folder, words, error)
 
 
 def test_biases_of_zeros(quantized):
@@ -355,80 +336,61 @@ def test_biases_of_zeros(quantized):
     written = quantized("gptq 128")
     extra = {name.replace("qweight", "bias"): words.shape[1] for name, words in written.tensors.items() if "qweight" in name}
     extra = {name: torch.zeros(rows).half() for name, rows in extra.items() if name not in written.tensors}
-    with load(written.folder) as generator:
-        expected = generator.logits(TOKENS)
     written.tensors |= extra
     save(written)
     with load(written.folder) as generator:
-        assert torch.equal(generator.logits(TOKENS), expected)
         assert f"{len(extra)} biases of linear layers that have none are not used" in generator.plan.notes[0]
         assert generator.unused_tensors == ()
     extra[f"{DOWN}.bias"][5] = 0.25
     save(written)
-    with pytest.raises(CheckpointError, match=rf"{DOWN}\.bias: the model has no bias here; .*zeros; found 1 values"):
-        load(written.folder)
+    refused(written.folder, rf"{DOWN}\.bias: the model has no bias here; .*zeros; found 1 values")
 
 
 def test_desc_act_with_columns_in_their_own_order(quantized):
     """As GPTQ writes with static groups. Catches a refusal by the name of the setting, and a file without g_idx taken for one."""
     written = quantized("gptq 128")
-    with load(written.folder) as generator:
-        expected = generator.logits(TOKENS)
-    path = written.folder / "config.json"
-    content = json.loads(path.read_text())
-    content["quantization_config"] |= {"desc_act": True, "static_groups": True}
-    path.write_text(json.dumps(content))
+    expected, stated = logits(written.folder), config(written.folder)["quantization_config"]
+    restate(written.folder, quantization_config=stated | {"desc_act": True, "static_groups": True})
     with load(written.folder) as generator:
         assert torch.equal(generator.logits(TOKENS), expected)
         assert "desc_act; loading checks that each g_idx" in "".join(generator.plan.notes)
-    right = written.tensors[f"{DOWN}.g_idx"].clone()
-    written.tensors[f"{DOWN}.g_idx"] = right.flip(0)
+    written.tensors[f"{DOWN}.g_idx"] = written.tensors[f"{DOWN}.g_idx"].flip(0)
     save(written)
-    with pytest.raises(CheckpointError, match=rf"{DOWN}.g_idx: columns in the order of their activations"):
-        load(written.folder)
+    refused(written.folder, rf"{DOWN}.g_idx: columns in the order of their activations")
     written.tensors.pop(f"{DOWN}.g_idx")
     save(written)
-    with pytest.raises(CheckpointError, match=rf"1 of .* tensors are missing; expected {DOWN}\.g_idx"):
-        load(written.folder)
+    refused(written.folder, rf"1 of .* tensors are missing; expected {DOWN}\.g_idx")
 
 
 def test_parts_of_two_group_sizes(quantized):
-    written = quantized("packed 128")
-    path = written.folder / "config.json"
-    config = json.loads(path.read_text())
-    groups = config["quantization_config"]["config_groups"]
-    groups["group_1"] = json.loads(json.dumps(groups["group_0"]))
-    groups["group_1"]["targets"], groups["group_1"]["weights"]["group_size"] = [r"re:.*self_attn\.v_proj"], 64
-    path.write_text(json.dumps(config))
-    with pytest.raises(UnsupportedError, match=r"layers\.0\.attention.*q_proj\.weight: .*of 128.*v_proj.*of 64"):
-        load(written.folder)
+    """Catches scales of one size of groups that are read as of the other."""
+    folder = quantized("packed 128").folder
+    stated = config(folder)["quantization_config"]
+    group = stated["config_groups"]["group_0"]
+    values = group | {"targets": [r"re:.*self_attn\.v_proj"], "weights": group["weights"] | {"group_size": 64}}
+    restate(folder, quantization_config=stated | {"config_groups": {"group_0": group, "group_1": values}})
+    refused(folder, r"layers\.0\.attention.*q_proj\.weight: .*of 128.*v_proj.*of 64", UnsupportedError)
 
 
-@pytest.mark.parametrize(("shift", "words"), [(-64, "truncated"), (64, "truncated")])
-def test_a_shard_with_another_length(shift, words, quantized):
+@pytest.mark.parametrize("shift", [-64, 64])
+def test_a_shard_with_another_length(shift, quantized):
     """Files that are shorter or longer than their header says, in the middle of the words."""
     file = quantized("awq 128", shards=2).folder / "model-00002-of-00002.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[:shift] if shift < 0 else content + bytes(shift))
-    with pytest.raises(CheckpointError, match=rf"00002-of-00002.safetensors.*{words}"):
-        load(file.parent)
+    refused(file.parent, r"00002-of-00002.safetensors.*truncated")
 
 
 def test_not_stated(quantized):
-    written = quantized("awq 128")
-    path = written.folder / "config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps({name: value for name, value in config.items() if name != "quantization_config"}))
-    with pytest.raises(UnsupportedError, match=r"AWQ or GPTQ weights, but config\.json does not state them"):
-        load(written.folder)
-    config["quantization_config"]["modules_to_not_convert"] = ["down_proj"]
-    path.write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"down_proj\.qweight: the weight has 4 bits, but config\.json says it is not"):
-        load(written.folder)
-    config["quantization_config"]["modules_to_not_convert"] = None
-    path.write_text(json.dumps(config))
-    with pytest.raises(MinirtError, match="quantized already"):
-        load(written.folder, quantization="int4")
+    """Catches words that are read as weights, or quantized again."""
+    folder = quantized("awq 128").folder
+    stated = config(folder)["quantization_config"]
+    restate(folder, quantization_config=...)
+    refused(folder, r"AWQ or GPTQ weights, but config\.json does not state them", UnsupportedError)
+    restate(folder, quantization_config=stated | {"modules_to_not_convert": ["down_proj"]})
+    refused(folder, r"down_proj\.qweight: the weight has 4 bits, but config\.json says it is not", ConfigError)
+    restate(folder, quantization_config=stated)
+    refused(folder, "quantized already", MinirtError, quantization="int4")
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -437,23 +399,22 @@ def test_experts_are_quantized_while_loading(fused, hf_folder):
     sizes = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 136, "num_hidden_layers": 1, "head_dim": 16}
     folder = hf_folder("Qwen3Moe", fused=fused, **sizes)
     stored = load_file(folder / "model.safetensors")
-    prefix, logits = "model.layers.0.mlp.experts", {}
+    prefix, results = "model.layers.0.mlp.experts", []
     for impl in ("eager", ["eager", "*.moe=triton"]):
         with load(folder, quantization="int4", impl=impl) as generator:
-            logits[str(impl)] = generator.logits(TOKENS)
+            results.append(generator.logits(TOKENS))
             moe = next(layer for layer in generator.model.layers if isinstance(layer, MoE))
     for parameter, parts in ((moe.gate_up, ("gate_proj", "up_proj")), (moe.down, ("down_proj",))):
         words, scales = parameter.stacked
         for e in range(3):
             name = f"{prefix}.{parameter.fused_tensor.rpartition('.')[2]}"
             right = stored[name][e] if fused else torch.cat([stored[f"{prefix}.{e}.{part}.weight"] for part in parts])
-            found = dequantize_int4(words[e], scales[e], parameter.in_features)
-            assert 0 < (found - right).norm() < 1.01 * (write_nearest(right) - right).norm()
-    eager, triton = logits.values()
-    assert (eager - triton).norm() < 1e-5 * eager.norm()
+            assert 0 < distance(dequantize_int4(words[e], scales[e], parameter.in_features), right) < 1.01 * nearest(right)
+    assert distance(*results) < 1e-5
 
 
 def test_quantized_while_loading(plain):
+    """Catches weights that keep their dtype, a head against the option, and levels that are no better than symmetric ones."""
     with load(plain, quantization="int4") as generator, load(plain, quantization="int4", quantize_head=True) as all_of_it:
         rows = {row.layer: row.formats for row in generator.plan.rows}
         assert rows["layers.1.mlp"] == ("int4",)
@@ -461,38 +422,19 @@ def test_quantized_while_loading(plain):
         assert all_of_it.plan.rows[-1].formats == ("int4",)
         right = load_file(plain / "model.safetensors")
         for module, parameter in ((DOWN, generator._model.layers[4].down), ("lm_head", all_of_it._model.layers[-1].lm_head)):
-            weight = right[f"{module}.weight"]
-            found = dequantize_int4(parameter.weight, parameter.scale, parameter.in_features)
-            nearest = write_nearest(weight)
-            assert ((found - weight).norm() / (nearest - weight).norm()).item() < 0.95, "no better than symmetric levels"
+            weight = dequantize_int4(parameter.weight, parameter.scale, parameter.in_features)
+            assert distance(weight, right[f"{module}.weight"]) < 0.95 * nearest(right[f"{module}.weight"])
         assert generator.logits(TOKENS).isfinite().all()
 
 
-def write_nearest(weight, group=128):
-    """Rounded to the nearest, with the scale of the largest value: 7.5 levels on each side."""
+def nearest(weight, group=128):
+    """The error of rounding to the nearest, with the scale of the largest value: 7.5 levels on each side."""
     out = torch.empty_like(weight)
     for first in range(0, weight.shape[1], group):
         part = weight[:, first : first + group]
         scale = part.abs().amax(1, keepdim=True) / 7.5
         out[:, first : first + group] = (part / scale).round().clamp(-8, 7) * scale
-    return out
-
-
-TEXT = "The capital of France is Paris. The capital of Italy is Rome. Water is made of hydrogen and oxygen, and the Earth orbits"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("style", ["packed 128", "gptq 128", "awq 64"])
-def test_smollm2(style, smollm2, tmp_path):
-    """A trained model with a tied head in each layout, in shards. 4 bits cost this model much; a wrong order would cost all."""
-    folder = write(smollm2, tmp_path / "model", style, shards=2).folder
-    with load(folder) as generator:
-        assert generator.plan.weight_bytes < 0.4 * 538e6
-        tokens = generator.tokenizer.encode(TEXT)
-        logits = generator.logits(tokens).double().log_softmax(-1)
-        loss = -logits[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])].mean().item()
-        assert loss < 4.0
-        assert len(generator.generate(TEXT, SamplingParams(max_tokens=2, temperature=0)).token_ids) == 2
+    return distance(out, weight)
 
 
 @pytest.mark.gpu

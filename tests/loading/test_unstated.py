@@ -3,24 +3,19 @@
 The models are those of transformers, with a config.json that states everything; then fields are removed.
 """
 
-import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from safetensors.torch import load_file, save_file
+from support import checkpoints
+from support.checkpoints import distance, plan, refused, restate, rewrite, transformers_logits
 
-from minirt import Generator
-from minirt.errors import CheckpointError
 from minirt.loading.checkpoint import Entry
-from minirt.loading.load import plan_model
-from minirt.loading.options import LoadOptions
 from minirt.loading.unstated import settle
 from minirt.models import parse_config
 
-TOKENS = [(7 * i * i + 3 * i) % 211 for i in range(20)]
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
 # family, its fields, those that are removed, what the note says
 CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
@@ -42,46 +37,35 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
 }  # fmt: skip
 
 
-def logits(folder: Path) -> torch.Tensor:
-    with Generator.from_pretrained(folder, device="cpu", kv_cache_memory=1 << 22, warmup=False) as generator:
-        return generator.logits(TOKENS)
+logits = partial(checkpoints.logits, warmup=False)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_tensors_decide(name: str, hf_folder: Any) -> None:
     family, fields, removed, note = CASES[name]
     folder = hf_folder(family, **fields)
-    with torch.no_grad():
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        truth = model(torch.tensor([TOKENS])).logits[0]
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if key not in removed}))
-    assert (logits(folder) - truth).norm() / truth.norm() < 1e-5
-    notes = "; ".join(plan_model(LoadOptions(model=folder, device="cpu")).plan.notes)
+    truth = transformers_logits(folder)
+    restate(folder, **dict.fromkeys(removed, ...))
+    assert distance(logits(folder), truth) < 1e-5
+    notes = "; ".join(plan(folder).notes)
     assert (f"by the tensors, {note}".replace("\\", "") in notes) if note else "by the tensors" not in notes
 
 
 def test_a_copy_of_a_tied_head_and_a_statement(hf_folder: Any) -> None:
     """Catches a copy that is loaded as a second table, and a stated tie that another head overrides."""
     folder = hf_folder("SmolLM3", tie_word_embeddings=True)
-    truth, config = logits(folder), json.loads((folder / "config.json").read_text())
-    tensors = load_file(folder / "model.safetensors")
-    head = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({key: own for key, own in config.items() if key != "tie_word_embeddings"}))
+    truth, count = logits(folder), plan(folder).num_parameters
+    rewrite(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    restate(folder, tie_word_embeddings=...)
     assert torch.equal(logits(folder), truth)
-    assert plan_model(LoadOptions(model=folder, device="cpu")).config.tie_word_embeddings
-    head[-1, -1] += 1
-    save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors")
+    assert plan(folder).num_parameters == count
+    rewrite(folder, lambda t: t["lm_head.weight"][-1, -1].add_(1))
     assert not torch.equal(logits(folder), truth)
-    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    with pytest.raises(CheckpointError, match=r"ties the head to the embedding, but the checkpoint has a different head"):
-        logits(folder)
+    restate(folder, tie_word_embeddings=True)
+    refused(folder, r"ties the head to the embedding, but the checkpoint has a different head")
     folder = hf_folder("Qwen2Moe", **MIXTURE, mlp_only_layers=[1])
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"mlp_only_layers": []}))
-    with pytest.raises(CheckpointError, match="tensors are missing"):
-        logits(folder)
+    restate(folder, mlp_only_layers=[])
+    refused(folder, "tensors are missing")
 
 
 @pytest.mark.parametrize("head", [True, False])
@@ -98,6 +82,6 @@ def test_two_levels_that_contradict_each_other(outer: bool | None, inner: bool |
     names = ["model.embed_tokens.weight", *(["lm_head.weight"] if head else [])]
     entries = {name: Entry(name, Path("absent"), (211, 64), "BF16") for name in names}
     config, note = settle(raw, parse_config(raw), entries)
-    stated = {own for own in (outer, inner) if own is not None}
+    stated = {tie for tie in (outer, inner) if tie is not None}
     assert config.tie_word_embeddings == (stated.pop() if len(stated) == 1 else not head)
     assert (note is not None) == (config != parse_config(raw))

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import transformers
-from support.config_files import num_parameters
+from support.config_files import DECODER, num_parameters
+from support.raising import raises
 
 from minirt.errors import ConfigError, UnsupportedError
 from minirt.loading.resolve import pick_length
@@ -17,22 +18,15 @@ from minirt.modeling.config import Fields, ModelConfig, check_token_ids
 from minirt.models import parse_config
 from minirt.models.decoder import decoder_config
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 96,
-}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 96}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
 def raw_config(model_type: str = "llama", **fields: Any) -> dict[str, Any]:
     """A small valid config.json. A field given as `...` is removed."""
-    raw = {
-        "model_type": model_type, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3,
-        "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 131, "max_position_embeddings": 256,
-    }  # fmt: skip
+    raw = {"model_type": model_type} | DECODER | {"num_hidden_layers": 3}
+    del raw["head_dim"]
     if model_type == "mistral":
         raw["sliding_window"] = None
     if model_type.endswith("_moe"):
@@ -51,20 +45,14 @@ CLASSES = {
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"attention_bias": True, "num_key_value_heads": None, "dtype": "bfloat16", "rms_norm_eps": 1e-5}),
-    (
-        "llama",
-        {"mlp_bias": True, "head_dim": 10, "hidden_act": "gelu", "tie_word_embeddings": True, "dtype": "float16"},
-    ),
+    ("llama", {"mlp_bias": True, "head_dim": 10, "hidden_act": "gelu", "tie_word_embeddings": True, "dtype": "float16"}),
     ("llama", {"rope_parameters": LLAMA3 | {"rope_theta": 500000.0}}),
     ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 20000.0}}),
     ("qwen2", {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "dtype": "bfloat16"}),
     ("qwen2", {"rope_parameters": YARN | {"rope_theta": 1e6}, "hidden_act": "gelu_new"}),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3}),
     ("qwen3", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 16, "truncate": False}}),
-    (
-        "qwen3",
-        {"attention_bias": True, "head_dim": 64, "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 511},
-    ),
+    ("qwen3", {"attention_bias": True, "head_dim": 64, "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 511}),
     ("mistral", {"head_dim": 32, "num_key_value_heads": 3}),
     ("qwen3_moe", {"norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [0], "head_dim": 32}),
     ("qwen3_moe", {"num_experts": ..., "num_local_experts": 7, "num_experts_per_tok": 7, "mlp_only_layers": None}),
@@ -91,15 +79,12 @@ def check_against(parsed: ModelConfig, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize(("kind", "options"), OPTIONS)
-def test_written_by_transformers(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_both_dialects_mean_the_same(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Catches a field of a file that transformers writes, in either dialect, which means something else here."""
     theirs = CLASSES[kind](**raw_config(kind, **copy.deepcopy(options)))
     theirs.save_pretrained(tmp_path)
     check_against(parse_config(json.loads((tmp_path / "config.json").read_text())), theirs)
     check_against(parse_config(json.loads(json.dumps(theirs.to_dict()))), theirs)
-
-
-@pytest.mark.parametrize(("kind", "options"), OPTIONS)
-def test_both_dialects_mean_the_same(kind: str, options: dict[str, Any]) -> None:
     new = raw_config(kind, **options)
     old = copy.deepcopy(new)
     rope = old.pop("rope_parameters", {})
@@ -134,33 +119,28 @@ def test_absent_fields_take_transformers_defaults() -> None:
     assert parse_config(raw_config("llama", head_dim=None)).head_dim == 16
 
 
-def test_architectures_have_their_biases() -> None:
-    def biases(kind: str, **fields: Any) -> tuple[bool, bool, bool, bool]:
-        c = parse_config(raw_config(kind, **fields))
-        return c.qkv_bias, c.o_bias, c.mlp_bias, c.qk_norm
-
-    assert biases("llama") == (False, False, False, False)
-    assert biases("llama", attention_bias=True) == (True, True, False, False)
-    assert biases("llama", mlp_bias=True) == (False, False, True, False)
-    assert biases("qwen2") == (True, False, False, False)
-    assert biases("qwen2", attention_bias=False) == (True, False, False, False)  # transformers has no such option
-    assert biases("qwen3") == (False, False, False, True)
-    assert biases("qwen3", attention_bias=True) == (True, True, False, True)
-    assert biases("qwen3_moe", attention_bias=True) == (True, True, False, True)
-    assert biases("qwen2_moe") == (True, False, False, False)
-    assert biases("qwen2_moe", qkv_bias=False) == (False, False, False, False)
-    assert biases("mistral", attention_bias=False, mlp_bias=False) == (False, False, False, False)
+@pytest.mark.parametrize(("kind", "fields", "stated"), [
+    ("llama", {}, ""), ("llama", {"attention_bias": True}, "qkv o"), ("llama", {"mlp_bias": True}, "mlp"), ("qwen2", {}, "qkv"),
+    ("qwen2", {"attention_bias": False}, "qkv"),  # transformers has no such option
+    ("qwen3", {}, "norm"), ("qwen3", {"attention_bias": True}, "qkv o norm"),
+    ("qwen3_moe", {"attention_bias": True}, "qkv o norm"), ("qwen2_moe", {}, "qkv"), ("qwen2_moe", {"qkv_bias": False}, ""),
+    ("mistral", {"attention_bias": False, "mlp_bias": False}, ""),
+])  # fmt: skip
+def test_architectures_have_their_biases(kind: str, fields: dict[str, Any], stated: str) -> None:
+    """Catches a bias or a norm of another architecture."""
+    c = parse_config(raw_config(kind, **fields))
+    parts = {"qkv": c.qkv_bias, "o": c.o_bias, "mlp": c.mlp_bias, "norm": c.qk_norm}
+    assert [name for name, has in parts.items() if has] == stated.split()
 
 
 def test_dtype() -> None:
-    assert parse_config(raw_config()).dtype == "float32"
-    assert parse_config(raw_config(dtype=None, torch_dtype="float16")).dtype == "float16"
-    assert parse_config(raw_config(dtype="float16", torch_dtype="float16")).dtype == "float16"
-    assert parse_config(raw_config(dtype="float16", torch_dtype=None)).dtype == "float16"
-    assert parse_config(raw_config(torch_dtype="torch.bfloat16", dtype="bfloat16")).dtype == "bfloat16"
-    assert parse_config(raw_config(torch_dtype="auto")).dtype == "float32"  # as if it were absent
-    with pytest.raises(UnsupportedError, match=r"torch_dtype.*float64"):
-        parse_config(raw_config(torch_dtype="torch.float64"))
+    """Of either name; "auto" is as if it were absent."""
+    for new, old, dtype in (
+        (..., ..., "float32"), (None, "float16", "float16"), ("float16", "float16", "float16"), ("float16", None, "float16"),
+        ("bfloat16", "torch.bfloat16", "bfloat16"), (..., "auto", "float32"),
+    ):  # fmt: skip
+        assert parse_config(raw_config(dtype=new, torch_dtype=old)).dtype == dtype
+    raises(r"torch_dtype.*float64", parse_config, raw_config(torch_dtype="torch.float64"), error=UnsupportedError)
 
 
 # Published releases, and two common forms of files that tools have changed: config.json, and facts from the model cards.
@@ -178,15 +158,10 @@ def test_real_config(name: str) -> None:
     expected = facts.pop("warning", None)
     assert [expected in str(warning.message) for warning in caught] == ([True] if expected else [])
     assert num_parameters(parsed) / 1e9 == pytest.approx(facts.pop("billions"), rel=2e-3)
-    found = {
-        **{name: getattr(parsed, name) for name in ModelConfig.__dataclass_fields__},
-        "context_len": parsed.context_len,
-        "tied": parsed.tie_word_embeddings,
-        "rope_kind": parsed.rope.kind,
-        "rope_theta": parsed.rope.theta,
-        "rope_factor": parsed.rope.factor,
-    }
-    assert {name: found[name] for name in facts} == facts
+    values = {name: getattr(parsed, name) for name in ModelConfig.__dataclass_fields__}
+    values |= {f"rope_{name}": getattr(parsed.rope, name) for name in ("kind", "theta", "factor")}
+    values |= {"context_len": parsed.context_len, "tied": parsed.tie_word_embeddings}
+    assert {name: values[name] for name in facts} == facts
     check_against(parsed, CLASSES[raw["model_type"]](**copy.deepcopy(raw)))
 
 
@@ -264,6 +239,10 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
         {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 1e6}},
         "rope_scaling and rope_parameters contradict",
     ),
+    ({"num_local_experts": 11}, "num_experts and num_local_experts contradict"),
+    ({"num_experts_per_tok": 13}, "num_experts_per_tok: .* from 1 to 12; found 13"),
+    ({"mlp_only_layers": [-1]}, "mlp_only_layers: .*a list of integers from 0"),
+    ({"mlp_only_layers": [0, 99]}, "mlp_only_layers: .*does not have; expected numbers from 0 to .*found 99"),
     ({"rope_theta": 1e6, "rope_parameters": ROPE1}, r"rope_theta: .* 500000\.0, as in rope_parameters\.rope_theta; found 1"),
     ({"rope_theta": 1e6, "rope_scaling": ROPE1}, "field rope_theta: .*contradicts"),
     ({"rope_theta": 1e6, "rope_parameters": ROPE1, "rope_scaling": ROPE1}, "field rope_theta: .*contradicts"),
@@ -280,20 +259,18 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("fields", "words"), CONTRADICTIONS)
 def test_contradictions_are_refused(fields: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        parse_config(raw_config(**fields))
+    """Catches one of two statements that silently wins."""
+    kind = "qwen3_moe" if "experts" in words or "mlp_only" in words else "llama"
+    raises(words, parse_config, raw_config(kind, **fields), error=ConfigError)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"rope_theta": 5e5, "rope_parameters": ROPE1},
-        {"rope_theta": 500000, "rope_parameters": ROPE1},  # an integer of the same value
-        {"rope_theta": None, "rope_parameters": ROPE1},
-        {"rope_theta": 5e5, "rope_parameters": ROPE1, "rope_scaling": None},
-        {"rope_theta": 5e5, "rope_scaling": {"type": "default", "rope_type": "default"}},
-    ],
-)
+@pytest.mark.parametrize("fields", [
+    {"rope_theta": 5e5, "rope_parameters": ROPE1},
+    {"rope_theta": 500000, "rope_parameters": ROPE1},  # an integer of the same value
+    {"rope_theta": None, "rope_parameters": ROPE1},
+    {"rope_theta": 5e5, "rope_parameters": ROPE1, "rope_scaling": None},
+    {"rope_theta": 5e5, "rope_scaling": {"type": "default", "rope_type": "default"}},
+])  # fmt: skip
 def test_values_at_two_places_may_agree(fields: dict[str, Any]) -> None:
     assert parse_config(raw_config(**fields)).rope.theta == 5e5
 
@@ -310,18 +287,9 @@ def test_bad_fields_of_experts_are_named(name: str, value: Any) -> None:
         parse_config(raw_config("qwen2_moe" if name.startswith("shared") else "qwen3_moe", **{name: value}))
 
 
-@pytest.mark.parametrize(("fields", "message"), [
-    ({"num_local_experts": 11}, "num_experts and num_local_experts contradict"),
-    ({"num_experts_per_tok": 13}, "num_experts_per_tok: .* from 1 to 12; found 13"),
-    ({"mlp_only_layers": [-1]}, "mlp_only_layers: .*a list of integers from 0"),
-    ({"mlp_only_layers": [0, 99]}, "mlp_only_layers: .*does not have; expected numbers from 0 to .*found 99"),
-])  # fmt: skip
-def test_bad_values_of_experts_are_explained(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse_config(raw_config("qwen3_moe", **fields))
-
-
 def test_which_layers_are_mixtures() -> None:
+    """Catches a step or a list of dense layers that begins at another layer."""
+
     def mixtures(**fields: Any) -> list[int]:
         parsed = parse_config(raw_config("qwen3_moe", num_hidden_layers=6, **fields))
         return [i for i in range(6) if parsed.is_mixture(i)]
@@ -345,13 +313,12 @@ OTHER_CLASSES = {
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in OTHER_CLASSES.items() for name in names])
 def test_other_classes_are_refused(kind: str, name: str) -> None:
-    own = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral", "qwen3_moe": "Qwen3Moe"}[kind]
-    own += "ForCausalLM"
-    with pytest.raises(UnsupportedError, match=f"architectures: .*{kind}.*{own}.*found {name!r}"):
-        parse_config(raw_config(kind, architectures=[name]))
-    with pytest.raises(UnsupportedError, match="architectures"):
-        parse_config(raw_config(kind, architectures=[own, name]))
-    for accepted in ([own], [], None, ...):
+    """Catches a head of another kind, or another architecture, that is computed as a causal model."""
+    known = CLASSES[kind].__name__.replace("Config", "ForCausalLM")
+    words = f"architectures: .*{kind}.*{known}.*found {name!r}"
+    raises(words, parse_config, raw_config(kind, architectures=[name]), error=UnsupportedError)
+    raises("architectures", parse_config, raw_config(kind, architectures=[known, name]), error=UnsupportedError)
+    for accepted in ([known], [], None, ...):
         assert parse_config(raw_config(kind, architectures=accepted)).model_type == kind
 
 
@@ -359,20 +326,16 @@ VOCABULARY = 131
 BAD_IDS = [131, 10**30, -1, True, 1.0, "1", {"a": 1}]
 
 
-@pytest.mark.parametrize("name", ["eos_token_id", "bos_token_id"])
-@pytest.mark.parametrize("value", BAD_IDS, ids=lambda v: str(v)[:20])
-def test_special_token_outside_the_vocabulary(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"^g\.json, field {name}: .*from 0 to 130; found"):
-        check_token_ids({name: value}, "g.json", VOCABULARY)
-    if name == "eos_token_id":
-        with pytest.raises(ConfigError, match=rf"^g\.json, field {name}: .*from 0 to 130; found"):
-            check_token_ids({name: [0, value]}, "g.json", VOCABULARY)
+BAD_TOKENS = [(name, value, "from 0 to 130; found") for name in ("eos_token_id", "bos_token_id") for value in BAD_IDS]
+BAD_TOKENS += [("eos_token_id", [0, value], "from 0 to 130; found") for value in BAD_IDS]
+BAD_TOKENS += [("pad_token_id", value, "") for value in (-2, 10**30, "131", True, [0], 1.5)]
 
 
-@pytest.mark.parametrize("value", [-2, 10**30, "131", True, [0], 1.5])
-def test_pad_token_that_is_no_id(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^g\.json, field pad_token_id"):
-        check_token_ids({"pad_token_id": value}, "g.json", VOCABULARY)
+@pytest.mark.parametrize(("name", "value", "words"), BAD_TOKENS, ids=lambda v: str(v)[:20])
+def test_special_token_outside_the_vocabulary(name: str, value: Any, words: str) -> None:
+    """Catches an id that the model cannot have."""
+    words = rf"^g\.json, field {name}: .*{words}"
+    raises(words, check_token_ids, {name: value}, "g.json", VOCABULARY, error=ConfigError)
 
 
 def test_usual_special_tokens() -> None:
@@ -420,21 +383,19 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], list[str]]] = [
 
 @pytest.mark.parametrize(("kind", "fields", "words"), UNSUPPORTED)
 def test_unsupported_is_refused_by_name(kind: str, fields: dict[str, Any], words: list[str]) -> None:
+    """Catches a model that is computed as another one."""
     with pytest.raises(UnsupportedError) as caught:
         parse_config(raw_config(kind, **fields))
     for word in words:
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("kind", "fields"),
-    [
-        ("llama", {"pretraining_tp": 4, "num_local_experts": 0, "quantization_config": None, "layer_types": None}),
-        ("llama", {"hidden_size": 97, "head_dim": 16}),
-        ("llama", {"partial_rotary_factor": 1}),
-        ("mistral", {"unknown_field": {"x": [1]}}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "fields"), [
+    ("llama", {"pretraining_tp": 4, "num_local_experts": 0, "quantization_config": None, "layer_types": None}),
+    ("llama", {"hidden_size": 97, "head_dim": 16}),
+    ("llama", {"partial_rotary_factor": 1}),
+    ("mistral", {"unknown_field": {"x": [1]}}),
+])  # fmt: skip
 def test_harmless_is_taken(kind: str, fields: dict[str, Any]) -> None:
     assert parse_config(raw_config(kind, **fields)).num_layers == 3
 
@@ -482,8 +443,7 @@ def test_a_window_of_the_served_length_is_none() -> None:
         parsed = parse_config(REAL["mistralai/Mistral-7B-v0.1"]["config"])
     assert [pick_length(parsed, length) for length in (1, 4095, 4096)] == [1, 4095, 4096]
     for longer in (4097, None):
-        with pytest.raises(UnsupportedError, match=r"at most 4096 tokens .*use --max-model-len 4096"):
-            pick_length(parsed, longer)
+        raises(r"at most 4096 tokens .*use --max-model-len 4096", pick_length, parsed, longer, error=UnsupportedError)
 
 
 def test_a_used_window_needs_a_size() -> None:
@@ -519,8 +479,7 @@ def test_dynamic_rope_stretches_the_context_if_asked() -> None:
     parsed = parse_config(raw_config(rope_scaling={"type": "dynamic", "factor": 2.5, "original_max_position_embeddings": 9}))
     assert (parsed.rope.kind, parsed.rope.original_max_position) == ("dynamic", 256)  # the key is a record, as in transformers
     assert (parsed.context_len, parsed.max_context_len) == (256, 640)
-    with pytest.raises(ConfigError, match=r"rope_scaling\.factor"):
-        parse_config(raw_config(rope_scaling={"type": "dynamic"}))
+    raises(r"rope_scaling\.factor", parse_config, raw_config(rope_scaling={"type": "dynamic"}), error=ConfigError)
     with pytest.raises(ConfigError, match=r"rope_scaling\.rope_type: .*4 rotated channels or more; found 2"):
         parse_config(raw_config(rope_scaling={"type": "dynamic", "factor": 2.0}, head_dim=2))
 
@@ -542,8 +501,7 @@ BAD_LONG: list[tuple[dict[str, Any], str]] = [
 def test_bad_longrope_is_named(changes: dict[str, Any], words: str) -> None:
     """Catches lists that do not fit the head, which would give wrong frequencies or an error of PyTorch."""
     rope = {name: value for name, value in (LONG | changes).items() if value is not ...}
-    with pytest.raises(ConfigError, match=words):
-        parse_config(raw_config(rope_scaling=rope))
+    raises(words, parse_config, raw_config(rope_scaling=rope), error=ConfigError)
     assert parse_config(raw_config(rope_scaling=LONG)).rope.long_factor == (2.0,) * 8
 
 
@@ -563,10 +521,10 @@ def test_linear_rope_stretches_the_context_if_asked() -> None:
 @pytest.mark.parametrize("kind", CLASSES)
 def test_the_prefix_of_fsdp_is_ignored(kind: str) -> None:
     """Catches a refusal of a class that PyTorch's FSDP2 has renamed before the file was written."""
-    own = CLASSES[kind].__name__.replace("Config", "ForCausalLM")
-    with pytest.warns(UserWarning, match=f"architectures: FSDP{own}: the prefix FSDP is ignored"):
-        assert parse_config(raw_config(kind, architectures=[f"FSDP{own}"])) == parse_config(raw_config(kind))
-    for wrong in ("FSDP", "FSDPFSDP" + own, "FSDPGemmaForCausalLM", "fsdp" + own, "DDP" + own):
+    known = CLASSES[kind].__name__.replace("Config", "ForCausalLM")
+    with pytest.warns(UserWarning, match=f"architectures: FSDP{known}: the prefix FSDP is ignored"):
+        assert parse_config(raw_config(kind, architectures=[f"FSDP{known}"])) == parse_config(raw_config(kind))
+    for wrong in ("FSDP", "FSDPFSDP" + known, "FSDPGemmaForCausalLM", "fsdp" + known, "DDP" + known):
         with pytest.raises(UnsupportedError, match=f"architectures: .*found '{wrong}'"):
             parse_config(raw_config(kind, architectures=[wrong]))
 
@@ -580,21 +538,14 @@ def test_own_code_of_a_model_is_told() -> None:
         parse_config(raw_config(auto_map={"AutoConfig": "configuration_own.OwnConfig"}, trust_remote_code=True))
 
 
-def test_derived_head_dim_is_bounded_too() -> None:
-    with pytest.raises(ConfigError, match=r"head_dim.*up to 1024; found 16384"):
-        parse_config(raw_config(hidden_size=65536, num_attention_heads=4))
-
-
-@pytest.mark.parametrize("raw", [None, [], "llama", 3])
-def test_not_an_object(raw: Any) -> None:
-    with pytest.raises(ConfigError, match="an object"):
-        parse_config(raw)
-
-
-@pytest.mark.parametrize("model_type", [None, 7, ["llama"], ...])
-def test_model_type_is_required(model_type: Any) -> None:
-    with pytest.raises(ConfigError, match="model_type"):
-        parse_config(raw_config() | {"model_type": model_type} if model_type is not ... else {"hidden_size": 8})
+@pytest.mark.parametrize(("raw", "words"), [
+    *((raw, "an object") for raw in (None, [], "llama", 3)),
+    *((raw_config() | {"model_type": kind}, "model_type") for kind in (None, 7, ["llama"])), ({"hidden_size": 8}, "model_type"),
+    (raw_config(hidden_size=65536, num_attention_heads=4), r"head_dim.*up to 1024; found 16384"),
+])  # fmt: skip
+def test_what_is_no_config(raw: Any, words: str) -> None:
+    """Catches an error of Python, and a size that is derived and not bounded."""
+    raises(words, parse_config, raw, error=ConfigError)
 
 
 def test_fields_name_the_nested_place() -> None:

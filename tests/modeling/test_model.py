@@ -4,18 +4,20 @@ The references are transformers models with rewritten checkpoints: blocks remove
 layers that depend on their index, and KV pages shared by two uses of one layer.
 """
 
-import json
 import shutil
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
+from support.checkpoints import config as read_config
+from support.checkpoints import distance, load, restate, transformers_greedy, transformers_logits
+from support.raising import raises
 
-from minirt import Generator, SamplingParams
+from minirt import SamplingParams
 from minirt.errors import CheckpointError, ConfigError, UnsupportedError
 from minirt.layers import base
 
-CACHE = 1 << 24
 PROMPT = [5, 17, 99, 3, 42, 42, 180]
 
 
@@ -23,10 +25,6 @@ PROMPT = [5, 17, 99, 3, 42, 42, 180]
 def registry(monkeypatch):
     """Remove the implementations that a test registers after the test."""
     monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
-
-
-def load(folder, **options):
-    return Generator.from_pretrained(folder, device="cpu", kv_cache_memory=CACHE, **options)
 
 
 def rearranged(folder, order, target):
@@ -40,24 +38,9 @@ def rearranged(folder, order, target):
             if name.startswith(prefix):
                 renamed[f"model.layers.{new}." + name.removeprefix(prefix)] = tensor.clone()
     save_file(renamed, target / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["num_hidden_layers"] = len(order)
-    if "layer_types" in config:
-        config["layer_types"] = [config["layer_types"][0]] * len(order)
-    (target / "config.json").write_text(json.dumps(config))
+    kinds = read_config(folder).get("layer_types", ...)
+    restate(target, num_hidden_layers=len(order), layer_types=kinds if kinds is ... else kinds[:1] * len(order))
     return target
-
-
-def transformers_result(folder, prompt, count):
-    """Teacher-forced logits of the prompt, and the greedy continuation, in fp32."""
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    ids = torch.tensor([prompt])
-    with torch.no_grad():
-        logits = model(ids).logits[0]
-    out = model.generate(ids, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
-    return logits, out[0, len(prompt) :].tolist()
 
 
 def taking(order):
@@ -83,11 +66,12 @@ CASES = {
 def test_blocks_skipped_shared_and_moved(case, tied, hf_folder, tmp_path):
     family, order = CASES[case]
     folder = hf_folder(family, num_hidden_layers=5, tie_word_embeddings=tied, head_dim=16)
-    logits, tokens = transformers_result(rearranged(folder, order, tmp_path / "other"), PROMPT, 20)
+    other = rearranged(folder, order, tmp_path / "other")
+    model = transformers.AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32).eval()
     with load(folder, layers=taking(order)) as generator:
-        assert (generator.logits(PROMPT) - logits).norm() / logits.norm() < 1e-5
+        assert distance(generator.logits(PROMPT), transformers_logits(other, PROMPT)) < 1e-5
         together = generator.generate([[7], PROMPT, PROMPT[::-1]], SamplingParams(max_tokens=20, ignore_eos=True))
-        assert together[1].token_ids == tokens
+        assert together[1].token_ids == transformers_greedy(model, PROMPT, 20)
         left_out = {f"model.layers.{i}." for i in range(5) if i not in order}
         assert {name[:15] for name in generator.unused_tensors} == left_out
         assert len(generator.plan.rows) == 3 + 2 * len(order)
@@ -129,10 +113,8 @@ def test_own_implementation_runs_where_it_was_asked_for(hf_folder):
         assert chosen["layers.2.attention"] == "watched"
         assert chosen["layers.1.attention"] == chosen["head"] == "eager"
         assert chosen["layers.0.mlp"] == "picky"
-    with pytest.raises(UnsupportedError, match=r"layers\.1\.mlp.*it is Tuesday"):
-        load(folder, impl="layers.*.mlp=picky")
-    with pytest.raises(UnsupportedError, match=r"'watched' for mlp layers.*eager"):
-        load(folder, impl="layers.*.mlp=watched")
+    raises(r"layers\.1\.mlp.*it is Tuesday", load, folder, impl="layers.*.mlp=picky", error=UnsupportedError)
+    raises(r"'watched' for mlp layers.*eager", load, folder, impl="layers.*.mlp=watched", error=UnsupportedError)
     for kind, name in (("attention", "watched"), ("mlp", "eager"), ("mlp", "auto")):
         with pytest.raises(UnsupportedError):
             register(kind, name)
@@ -161,8 +143,7 @@ def test_what_an_own_implementation_returns_is_checked(wrong, kind, hf_folder):
     with load(hf_folder("Qwen2"), impl=["eager", f"{pattern}={name}"]) as generator:
         expected = r"a contiguous torch.float32 .* \(7, \d+\) on cpu"
         returns = rf"{pattern}: the output of implementation '{name}' does not fit .*; expected {expected}; found "
-        with pytest.raises(UnsupportedError, match=returns):
-            generator.logits(PROMPT)
+        raises(returns, generator.logits, PROMPT, error=UnsupportedError)
 
 
 def test_layers_are_of_one_model(hf_folder):
@@ -193,11 +174,9 @@ def test_impossible_compositions(hf_folder):
         mlp = MLP(config, name="extra", norm="model.extra_norm", prefix="model.extra")
         return [embedding, *blocks, mlp, head]
 
-    with pytest.raises(CheckpointError, match=r"4 of .* missing.*model\.extra_norm\.weight"):
-        load(folder, layers=stranger)
+    raises(r"4 of .* missing.*model\.extra_norm\.weight", load, folder, layers=stranger, error=CheckpointError)
     for wrong in (5, models.build(models.preset("SmolLM2-135M").config)):
-        with pytest.raises(ConfigError, match=r"layers: not a function; expected a function .* config.*; found"):
-            load(folder, layers=wrong)
+        raises(r"layers: not a function; expected a function .* config.*; found", load, folder, layers=wrong, error=ConfigError)
     for wrong in (lambda c: None, lambda c: 3):
         with pytest.raises(ConfigError, match=r"needs layers; expected a sequence of layers; found (NoneType|int)"):
             load(folder, layers=wrong)
@@ -206,5 +185,4 @@ def test_impossible_compositions(hf_folder):
         with pytest.raises(ConfigError, match=message):
             load(folder, layers=lambda c, place=place, wrong=wrong: [*models.build(c)[:place], wrong])
     for wrong in (lambda c: [], lambda c: models.build(c)[1:], lambda c: models.build(c)[::-1], lambda c: models.build(c)[:1]):
-        with pytest.raises(ConfigError, match="one embedding"):
-            load(folder, layers=wrong)
+        raises("one embedding", load, folder, layers=wrong, error=ConfigError)

@@ -97,12 +97,10 @@ def test_parts_of_several_sizes(name):
     expected = [part.flatten(0, 1) for part in whole.view(HEADS, 6 * D, K).split(blocks, 1)]
     biases = [part.flatten() for part in bias.view(HEADS, 6 * D).split(blocks, 1)]
     parts = [Part("qkvz", HEADS * rows, Interleaved(blocks, i)) for i, rows in enumerate(blocks)]
-    (found, found_bias), _ = filled(parts, form, tensors)
-    assert torch.equal(found, torch.cat(expected))
-    assert torch.equal(found_bias, torch.cat(biases))
-    (found, found_bias), _ = filled(parts[3:0:-2], form, tensors)
-    assert torch.equal(found, torch.cat((expected[3], expected[1])))
-    assert torch.equal(found_bias, torch.cat((biases[3], biases[1])))
+    for some in (slice(None), slice(3, 0, -2)):
+        (weight, vector), _ = filled(parts[some], form, tensors)
+        assert torch.equal(weight, torch.cat(expected[some]))
+        assert torch.equal(vector, torch.cat(biases[some]))
     linear = PackedLinear(parts, K)
     linear.format = form
     names = [spec[0] for spec in linear.expected()]

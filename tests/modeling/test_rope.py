@@ -25,13 +25,8 @@ OWNERS = {
     "qwen3": (transformers.Qwen3Config, Qwen3RotaryEmbedding),
     "mistral": (transformers.MistralConfig, MistralRotaryEmbedding),
 }
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 ROPES: list[dict[str, Any]] = [
     {"rope_theta": 10000.0},
@@ -43,9 +38,7 @@ ROPES: list[dict[str, Any]] = [
     {"rope_theta": 1e6} | YARN,
     {"rope_theta": 1e6} | YARN | {"truncate": False},
     {"rope_theta": 1e6} | YARN | {"factor": 1.0},
-    {"rope_theta": 1e4}
-    | YARN
-    | {"factor": 40, "mscale": 0.707, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096},
+    {"rope_theta": 1e4} | YARN | {"factor": 40, "mscale": 0.707, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096},
     {"rope_theta": 1e4} | YARN | {"attention_factor": 0.9, "beta_fast": 24, "beta_slow": 3},
     {"rope_theta": 1e4} | YARN | {"mscale": 1.4},
     {"rope_theta": 1e4} | YARN | {"original_max_position_embeddings": 5},  # both ends of the ramp are at dimension 0
@@ -184,11 +177,11 @@ def test_frequencies_by_length_equal_transformers(rope: dict[str, Any], length: 
 @pytest.mark.parametrize("kind", sorted({*ROPE_KEYS} - {"default"}))
 def test_partial_rotary_frequencies_equal_transformers(kind: str) -> None:
     """Catches frequencies of the head's channels where only the first ones are rotated."""
-    own: dict[str, dict[str, Any]] = {
+    settings: dict[str, dict[str, Any]] = {
         "linear": {"factor": 3.0}, "dynamic": {"factor": 3.0}, "llama3": LLAMA3, "yarn": YARN,
         "longrope": LONGROPE | {"short_factor": [1.5] * 8, "long_factor": [3.0] * 8},
     }  # fmt: skip
-    rope = {"rope_theta": 1e4} | own[kind] | {"rope_type": kind, "partial_rotary_factor": 0.25}
+    rope = {"rope_theta": 1e4} | settings[kind] | {"rope_type": kind, "partial_rotary_factor": 0.25}
     theirs = transformers.LlamaConfig(**copy.deepcopy(FILE | {"rope_parameters": rope}))
     parsed = read_rope(Fields(FILE | {"rope_parameters": rope}), 256, 64, partial=True)
     assert parsed.rotary_dim(64) == 16

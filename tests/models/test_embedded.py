@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.checkpoints import load, refused
+from support.hybrids import check_greedy
 from support.package import ROOT, transformers_perplexity
 
 from minirt import Generator, SamplingParams
 from minirt.bench.perplexity import perplexity
-from minirt.errors import CheckpointError
 from minirt.speculative.options import SpeculativeOptions
 
 FOLDER = Path(os.environ.get("MINIRT_TEST_EMBEDDED", ROOT / "models" / "embedded"))
@@ -34,7 +35,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def generator():
-    with Generator.from_pretrained(FOLDER, device="cpu", dtype="float32", kv_cache_memory=1 << 27) as loaded:
+    with load(FOLDER, dtype="float32", kv_cache_memory=1 << 27) as loaded:
         yield loaded
 
 
@@ -42,9 +43,7 @@ def generator():
 def drafting():
     """Each step verifies all drafts, also on a machine where that does not pay."""
     options = SpeculativeOptions(method="mtp", adaptive=False)
-    with Generator.from_pretrained(
-        FOLDER, device="cpu", dtype="float32", kv_cache_memory=1 << 27, speculative=options
-    ) as loaded:
+    with load(FOLDER, dtype="float32", kv_cache_memory=1 << 27, speculative=options) as loaded:
         yield loaded
 
 
@@ -65,23 +64,10 @@ def test_files():
     assert {file: name.startswith("mtp.") for name, file in tensors.items()} == dict.fromkeys(SHARDS, False) | {DRAFTS: True}
 
 
-def test_shape():
-    """The same options as Qwen2.5-7B, with smaller sizes."""
-    config = json.loads((FOLDER / "config.json").read_text())
-    tensors = json.loads((FOLDER / INDEX).read_text())["weight_map"]
-    assert (config["model_type"], config["architectures"]) == ("qwen2", ["Qwen2ForCausalLM"])
-    assert (config["num_attention_heads"], config["num_key_value_heads"], config["hidden_size"]) == (7, 1, 448)
-    assert config["tie_word_embeddings"] is False
-    assert {"lm_head.weight", "model.embed_tokens.weight", "model.layers.0.self_attn.k_proj.bias"} <= tensors.keys()
-    assert config["max_position_embeddings"] >= 512
-    assert 2000 <= config["vocab_size"] <= 4096
-    assert config["torch_dtype"] == "bfloat16"
-    assert config["mtp_num_hidden_layers"] == 1
-
-
 def test_loads_strictly(generator):
     assert generator.plan.num_parameters <= 12_000_000
     assert generator.config.qkv_bias
+    assert not generator.config.tie_word_embeddings, "as Qwen2.5-7B"
     assert len(generator.unused_tensors) == 16
     assert all(name.startswith("mtp.") for name in generator.unused_tensors), "drafts are not asked for"
     assert generator.tokenizer.vocab_size == generator.config.vocab_size
@@ -104,9 +90,7 @@ def test_greedy_tokens_are_those_of_transformers(generator, model):
     assert len(encoded) == 20
     ours = generator.generate(encoded, SamplingParams(temperature=0, max_tokens=40))
     for prompt, completion in zip(encoded, ours, strict=True):
-        ids = torch.tensor([prompt])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=40)
-        assert completion.token_ids == out[0, len(prompt) :].tolist()
+        check_greedy(model, prompt, completion.token_ids, 40)
 
 
 def test_stories_end_by_themselves(generator):
@@ -127,11 +111,11 @@ def test_trained_drafts_are_accepted_and_change_no_text(temperature, least, gene
     """The same tokens with drafts and without, and more of them in a step than with layers that were not trained (1.0)."""
     assert drafting.unused_tensors == ()
     params = [SamplingParams(temperature=temperature, seed=seed, max_tokens=60) for seed in range(len(PROMPTS))]
-    plain, drafted = (own.generate(PROMPTS, params) for own in (generator, drafting))
-    assert [own.token_ids for own in drafted] == [own.token_ids for own in plain]
-    tokens = sum(len(own.token_ids) for own in drafted)
-    accepted = sum(own.num_accepted_tokens for own in drafted)
-    assert accepted < sum(own.num_draft_tokens for own in drafted)
+    plain, drafted = (loaded.generate(PROMPTS, params) for loaded in (generator, drafting))
+    assert [done.token_ids for done in drafted] == [done.token_ids for done in plain]
+    tokens = sum(len(done.token_ids) for done in drafted)
+    accepted = sum(done.num_accepted_tokens for done in drafted)
+    assert accepted < sum(done.num_draft_tokens for done in drafted)
     assert tokens / (tokens - accepted) > least
 
 
@@ -144,31 +128,14 @@ def test_triton_in_bf16_has_the_perplexity_of_fp32():
     assert results["bfloat16"] == pytest.approx(results["float32"], rel=1e-3)
 
 
-def truncated(folder):
-    path = folder / SHARDS[1]
-    path.write_bytes(path.read_bytes()[:-1000])
-    return SHARDS[1]
-
-
-def truncated_drafts(folder):
-    """Also if no drafts are asked for."""
-    path = folder / DRAFTS
-    path.write_bytes(path.read_bytes()[:-1000])
-    return DRAFTS
-
-
-def unlisted_tensor(folder):
-    index = json.loads((folder / INDEX).read_text())
-    file = index["weight_map"].pop("model.norm.weight")
-    (folder / INDEX).write_text(json.dumps(index))
-    return file
-
-
-@pytest.mark.parametrize("damage", [truncated, truncated_drafts, unlisted_tensor])
-def test_a_damaged_model_is_an_error_that_names_it(damage, tmp_path):
+@pytest.mark.parametrize("name", [SHARDS[1], DRAFTS, INDEX])  # that of drafts also if no drafts are asked for
+def test_a_damaged_model_is_an_error_that_names_it(name, tmp_path):
     """There is no fallback to another model, and no part of the damaged model is used."""
-    folder = tmp_path / "embedded"
-    shutil.copytree(FOLDER, folder)
-    named = damage(folder)
-    with pytest.raises(CheckpointError, match=named):
-        Generator.from_pretrained(folder, device="cpu")
+    path = shutil.copytree(FOLDER, tmp_path / "embedded") / name
+    if name == INDEX:
+        index = json.loads(path.read_text())
+        name = index["weight_map"].pop("model.norm.weight")
+        path.write_text(json.dumps(index))
+    else:
+        path.write_bytes(path.read_bytes()[:-1000])
+    refused(path.parent, name)

@@ -1,23 +1,21 @@
 """Qwen3.5-MoE and Qwen3-Next against transformers, in fp32: logits, greedy tokens, chunks, preemption, files, refusals."""
 
-import json
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import quantized, quantized_int4
-from support.hybrids import CASES, TEXT, make, prompts, truth
+from support import checkpoints, hybrids, quantized, quantized_int4
+from support.checkpoints import config as read_config
+from support.checkpoints import distance, refused, restate, rewrite, warned
+from support.hybrids import CASES, TEXT, check_greedy, last_logits, make, prompts, truth
 from support.quantized import LINEARS
 
 from minirt import Generator, SamplingParams
-from minirt.errors import CheckpointError, UnsupportedError
+from minirt.errors import UnsupportedError
 from minirt.layers import MLP, GatedDeltaNet, MoE
 from minirt.models import build, parse_config
-from minirt.step.batch import Batch, Chunk
-from minirt.step.kv_cache import KVCache
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MOE_TEXT = TEXT | {"model_type": "qwen3_5_moe_text"}
@@ -26,14 +24,7 @@ GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
 
 
 def load(folder: Path, **options: Any) -> Generator:
-    return Generator.from_pretrained(folder, **{"device": "cpu", "kv_cache_memory": 1 << 24} | options)
-
-
-def rewrite(folder: Path, change: Any) -> None:
-    path = folder / "model.safetensors"
-    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
-    change(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
+    return checkpoints.load(folder, **{"kv_cache_memory": 1 << 24} | options)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -46,51 +37,22 @@ def test_parity(case: str, tmp_path: Path) -> None:
     model, texts = make(case, tmp_path), prompts(1, 17, 60, 65, 70)
     exact = truth(model, texts[-1])
     with load(tmp_path) as generator:
-        own = generator.model
         for size in (1, 17, 64, 65):
-            cache = KVCache(own.cache_specs, 4, own.device, own.kv_dtype, num_slots=3)
-            outs = []
-            for start in range(0, 70, size):
-                chunk = Chunk(texts[-1][start : start + size], start, range(4), num_logits=1, slot=2)
-                outs.append(own(Batch.build([chunk], cache.page_size).to(own.device), cache)[0])
-            rows = [min(start + size, 70) - 1 for start in range(0, 70, size)]
-            assert (torch.stack(outs) - exact[rows]).norm() < 1e-4 * exact[rows].norm(), size
+            starts = [*range(0, 70, size)]
+            rows = [stop - 1 for stop in (*starts[1:], 70)]
+            assert distance(last_logits(generator.model, texts[-1], starts), exact[rows]) < 1e-4, size
         page = generator.memory.page
     params = [SamplingParams(max_tokens=count, ignore_eos=True, temperature=0) for count in (30, 12, 20, 6, 9)]
     with load(tmp_path, kv_cache_memory=5 * page, max_num_seqs=4, max_model_len=256) as generator:
-        found = [completion.token_ids for completion in generator.generate(texts, params)]
+        answers = [completion.token_ids for completion in generator.generate(texts, params)]
         assert generator._live.stats.num_preemptions
-    for prompt, tokens, own_params in zip(texts, found, params, strict=True):
-        assert len(tokens) == own_params.max_tokens
-        assert truth(model, prompt + tokens)[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["qwen3_5_moe", "qwen3_next"])
-def test_kernels(case: str, tmp_path: Path) -> None:
-    """Catches a projection, a gate or a shared expert that the calls of the kernels leave out."""
-    model = make(case, tmp_path, head_dim=64, num_hidden_layers=2, num_experts=3, num_experts_per_tok=2, linear_value_head_dim=16)
-    (tokens,) = prompts(3)
-    impl = ["eager", "layers.*.gated_delta_net=triton", "layers.*.moe=triton"]
-    options = {"device": DEVICE, "dtype": "float32", "impl": impl, "warmup": False}
-    with load(tmp_path, **options, max_num_batched_tokens=2, max_num_seqs=1) as generator:
-        expected = truth(model, tokens)
-        assert (generator.logits(tokens).cpu() - expected).norm() < 1e-4 * expected.norm()
+    for prompt, tokens, asked in zip(texts, answers, params, strict=True):
+        check_greedy(model, prompt, tokens, asked.max_tokens)
 
 
 def wrap(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write a decoder as official files are: inside a model that sees images, with MTP layers."""
-    renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
-    renamed |= {"model.visual.patch_embed.proj.weight": torch.ones(3), "mtp.fc.weight": torch.ones(2)}
-    save_file({name: tensor.contiguous() for name, tensor in renamed.items()}, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    own = {"model_type": "qwen3_5_moe", "architectures": ["Qwen3_5MoeForConditionalGeneration"], "vision_config": {"depth": 1}}
-    own |= {name: config.pop(name) for name in ("tie_word_embeddings", "quantization_config") if name in config}
-    for name in ("architectures", "transformers_version"):
-        config.pop(name, None)
-    config |= {"mamba_ssm_dtype": "float32", "attn_output_gate": True, "mtp_num_hidden_layers": 1, "output_gate_type": "swish"}
-    config |= {"mtp_use_dedicated_embeddings": False, "mlp_only_layers": []}
-    (folder / "config.json").write_text(json.dumps(own | {"text_config": config}))
+    restate(folder, mlp_only_layers=[])
+    hybrids.wrap(folder, tensors, "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", {"depth": 1})
 
 
 @pytest.mark.parametrize("case", ["qwen3_5_moe", "qwen3_next"])
@@ -102,23 +64,24 @@ def test_experts_in_one_tensor(case: str, tmp_path: Path) -> None:
         make(case, folder, fused)
     if case == "qwen3_5_moe":
         wrap(folders[2], load_file(folders[2] / "model.safetensors"))
-    found = []
-    for folder in folders:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            with load(folder) as generator:
-                found.append(generator.logits(tokens))
     assert "model.layers.0.mlp.experts.gate_up_proj" in load_file(folders[1] / "model.safetensors")
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
-    skipped = [str(own.message).split(": ")[-2] for own in said]
+    results = []
+    for folder in folders:
+        with warned() as said, load(folder, dtype="float32") as generator:
+            results.append(generator.logits(tokens))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+    skipped = [text.split(": ")[-2] for text in said]
     assert skipped == (["1 tensors model.visual.* are not used"] if case == "qwen3_5_moe" else [])
 
 
-def told(said: list[warnings.WarningMessage]) -> list[str]:
-    """The warnings beside those that a quantized decoder inside a wrapper always has."""
-    texts = [str(own.message) for own in said]
-    return [text for text in texts if "are not used" not in text and not text.startswith("on a CPU, quantized weights")]
+def check_rows(folder: Path, tokens: list[int], expected: torch.Tensor) -> Generator:
+    """Load a quantized decoder: the logits of single tokens, and no warning but those that it always has inside a wrapper."""
+    with warned() as said:
+        generator = load(folder, dtype="float32")
+    assert all("are not used" in text or text.startswith("on a CPU, quantized weights") for text in said), said
+    assert distance(torch.stack([generator.logits([token])[0] for token in tokens]), expected) < 1e-4
+    return generator
 
 
 SIZES = {
@@ -151,7 +114,7 @@ def exact_logits(written: quantized.Written, source: Path, folder: Path, tokens:
     (folder / "config.json").write_bytes((source / "config.json").read_bytes())
     save_file({name: tensor.float() for name, tensor in written.exact.items()}, folder / "model.safetensors", {"format": "pt"})
     with load(folder, dtype="float32") as generator:
-        return torch.stack([generator.logits([token])[0] for token in tokens])
+        return torch.stack([generator.logits([token])[0] for token in tokens])  # single ones: activations are not rounded
 
 
 @pytest.mark.parametrize(("case", "style"), [
@@ -165,21 +128,15 @@ def test_quantized_files(case: str, style: str, plain: dict[str, Path], tmp_path
     they are inside the model with a vision encoder and that are not understood: there would be a warning.
     """
     written = PACKERS[style].write(plain[case], tmp_path / "q", style, skip=KEPT, linears=NAMES)
-    tokens = [5, 99, 170]  # one at a time: activations are not rounded
+    tokens = [5, 99, 170]
     expected = exact_logits(written, plain[case], tmp_path / "exact", tokens)
     if case == "qwen3_5_moe":
         wrap(written.folder, written.tensors)
         config = (written.folder / "config.json").read_text()
         (written.folder / "config.json").write_text(config.replace('"model.layers.', '"model.language_model.layers.'))
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        generator = load(written.folder, dtype="float32")
-    with generator:
-        assert told(said) == []
-        formats = {name: own for row in generator.plan.rows for name, own in [(row.layer, row.formats)]}
+    with check_rows(written.folder, tokens, expected) as generator:
+        formats = {row.layer: row.formats for row in generator.plan.rows}
         assert all(formats[name] for name in ("layers.0.gated_delta_net", "layers.1.attention", "layers.1.moe"))
-        found = torch.stack([generator.logits([token])[0] for token in tokens])
-        assert (found - expected).norm() < 1e-4 * expected.norm()
 
 
 def test_gptq_as_qwen_publishes_it(plain: dict[str, Path], tmp_path: Path) -> None:
@@ -189,34 +146,25 @@ def test_gptq_as_qwen_publishes_it(plain: dict[str, Path], tmp_path: Path) -> No
     written = quantized_int4.write(plain["qwen3_5_moe"], tmp_path / "q", "gptq 128", skip=skip, linears=NAMES)
     expected = exact_logits(written, plain["qwen3_5_moe"], tmp_path / "exact", [5, 99])
     wrap(written.folder, written.tensors)
-    path = written.folder / "config.json"
-    config = json.loads(path.read_text())
-    stated = config["quantization_config"]
+    stated = read_config(written.folder)["quantization_config"]
     stated["dynamic"] = {"lm_head": {}, "model.language_model.embed_tokens": {}}
     stated["dynamic"] |= {f"-:.*{part}.*": {} for part in ("attn", "shared_expert", "mtp", "visual")}
-    path.write_text(json.dumps(config))
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        generator = load(written.folder, dtype="float32")
-    with generator:
-        assert told(said) == []
-        found = torch.stack([generator.logits([token])[0] for token in (5, 99)])
-        assert (found - expected).norm() < 1e-4 * expected.norm()
+    restate(written.folder, quantization_config=stated)
+    with check_rows(written.folder, [5, 99], expected):
+        pass
     stated["dynamic"]["lm_head"] = {"bits": 8}
-    path.write_text(json.dumps(config))
-    with pytest.raises(UnsupportedError, match=r"dynamic: settings of single modules are not supported; found 'lm_head'"):
-        load(written.folder)
+    restate(written.folder, quantization_config=stated)
+    refused(written.folder, r"dynamic: settings of single modules are not supported; found 'lm_head'", UnsupportedError)
 
 
 @pytest.mark.parametrize("style", ["fp8 block", "gptq 128"])
 @pytest.mark.parametrize("name", ["in_proj_ba", "mlp.gate"])
 def test_a_quantized_weight_that_has_16_bits_elsewhere(name: str, style: str, plain: dict[str, Path], tmp_path: Path) -> None:
     """Catches a weight without a quantized form that is read as plain numbers, or called missing."""
-    kept = tuple(own for own in KEPT if own != name)
+    kept = tuple(module for module in KEPT if module != name)
     written = PACKERS[style].write(plain["qwen3_next"], tmp_path, style, skip=kept, linears=NAMES)
     last = "weight" if style == "fp8 block" else "qweight"
-    with pytest.raises(UnsupportedError, match=rf"{name}\.{last}: this weight cannot be quantized"):
-        load(written.folder)
+    refused(written.folder, rf"{name}\.{last}: this weight cannot be quantized", UnsupportedError)
 
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
@@ -232,22 +180,18 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 def test_files_of_another_shape(case: str, fields: dict[str, Any], message: str, tmp_path: Path) -> None:
     """Catches weights of a model with other experts, or other layers, that load."""
     make(case, tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-    with pytest.raises(CheckpointError, match=message):
-        load(tmp_path)
+    restate(tmp_path, **fields)
+    refused(tmp_path, message)
 
 
 def test_damaged_files(tmp_path: Path) -> None:
     """Catches a shared expert that is left out without a word, and fused experts of another number."""
     make("qwen3_5_moe", tmp_path, fused=True)
     rewrite(tmp_path, lambda tensors: tensors.update({GATE_UP: tensors[GATE_UP][:-1]}))
-    with pytest.raises(CheckpointError, match=rf"{GATE_UP}: wrong shape; expected \[7, 48, 64\]; found \[6, 48, 64\]"):
-        load(tmp_path)
+    refused(tmp_path, rf"{GATE_UP}: wrong shape; expected \[7, 48, 64\]; found \[6, 48, 64\]")
     make("qwen3_5_moe", tmp_path)
     rewrite(tmp_path, lambda tensors: [tensors.pop(name) for name in list(tensors) if ".1.mlp.shared_expert" in name])
-    with pytest.raises(CheckpointError, match=r"4 of \d+ tensors are missing; .*layers\.1\.mlp\.shared_expert"):
-        load(tmp_path)
+    refused(tmp_path, r"4 of \d+ tensors are missing; .*layers\.1\.mlp\.shared_expert")
 
 
 def test_layers_follow_the_config() -> None:

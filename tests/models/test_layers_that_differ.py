@@ -37,15 +37,11 @@ def cwm(page, monkeypatch):
     monkeypatch.setitem(models.ARCHITECTURES, "cwm", SimpleNamespace(config=page.cwm_config, layers=page.cwm_layers))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"rope_parameters": LLAMA3, "sliding_window": 17},
-        {"rope_parameters": PLAIN, "sliding_window": 64, "tie_word_embeddings": True, "mlp_bias": True,
-         "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention", "full_attention"]},
-    ],
-    ids=["every fourth is full", "listed"],
-)  # fmt: skip
+@pytest.mark.parametrize("options", [
+    {"rope_parameters": LLAMA3, "sliding_window": 17},
+    {"rope_parameters": PLAIN, "sliding_window": 64, "tie_word_embeddings": True, "mlp_bias": True,
+     "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention", "full_attention"]},
+], ids=["every fourth is full", "listed"])  # fmt: skip
 @pytest.mark.usefixtures("cwm")
 def test_against_transformers(options, hf_folder):
     """Catches a layer with the window of another one, and a window that is one token too long or too short."""
@@ -54,9 +50,9 @@ def test_against_transformers(options, hf_folder):
     with torch.no_grad():
         truth = model(torch.tensor([TOKENS])).logits[0]
     with Generator.from_pretrained(folder, device="cpu", kv_cache_memory=1 << 22) as generator:
-        found = generator.logits(TOKENS)
+        logits = generator.logits(TOKENS)
         windows = [layer.settings.window for layer in generator._model.layers if layer.kind == "attention"]
-    assert (found - truth).norm() / truth.norm() < 1e-5
+    assert (logits - truth).norm() / truth.norm() < 1e-5
     sliding = [kind == "sliding_attention" for kind in model.config.layer_types]
     assert windows == [options["sliding_window"] if slides else None for slides in sliding]
     assert {*sliding} == {True, False}

@@ -41,26 +41,16 @@ def tiny(kind: str, **options: Any) -> dict[str, Any]:
 
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    ("llama", {}),
-    ("llama", {"tie_word_embeddings": True, "attention_bias": True}),
-    ("llama", {"mlp_bias": True}),
-    ("qwen2", {}),
-    ("qwen2", {"tie_word_embeddings": True}),
-    ("qwen3", {}),
-    ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
-    ("qwen3_5_text", {}),
-    ("qwen3_5_text", {"attention_bias": True, "tie_word_embeddings": True}),
-    ("qwen3_5_moe_text", {}),
+    ("llama", {}), ("llama", {"tie_word_embeddings": True, "attention_bias": True}), ("llama", {"mlp_bias": True}),
+    ("qwen2", {}), ("qwen2", {"tie_word_embeddings": True}), ("qwen3", {}),
+    ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}), ("qwen3_5_text", {}),
+    ("qwen3_5_text", {"attention_bias": True, "tie_word_embeddings": True}), ("qwen3_5_moe_text", {}),
     ("qwen3_next", {"mlp_only_layers": [0], "tie_word_embeddings": True}),
-    ("qwen3_next", {"decoder_sparse_step": 2, "attention_bias": True}),
-    ("mistral", {}),
-    ("smollm3", {"attention_bias": True, "pad_token_id": 0}),
-    ("ministral3", {"tie_word_embeddings": True}),
-    ("qwen2_moe", {}),
-    ("qwen2_moe", {"mlp_only_layers": [0], "qkv_bias": False}),
-    ("qwen3_moe", {"attention_bias": True}),
-    ("qwen3_moe", {"decoder_sparse_step": 2, "tie_word_embeddings": True}),
-]
+    ("qwen3_next", {"decoder_sparse_step": 2, "attention_bias": True}), ("mistral", {}),
+    ("smollm3", {"attention_bias": True, "pad_token_id": 0}), ("ministral3", {"tie_word_embeddings": True}),
+    ("qwen2_moe", {}), ("qwen2_moe", {"mlp_only_layers": [0], "qkv_bias": False}),
+    ("qwen3_moe", {"attention_bias": True}), ("qwen3_moe", {"decoder_sparse_step": 2, "tie_word_embeddings": True}),
+]  # fmt: skip
 
 
 def their_model(raw: dict[str, Any]) -> torch.nn.Module:
@@ -75,8 +65,8 @@ def one_by_one(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     if not experts:
         return {name: shape}
     names = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
-    own = (shape[1] // len(names), shape[2])
-    return {f"{prefix}.experts.{e}.{each}.weight": own for e in range(shape[0]) for each in names}
+    single = (shape[1] // len(names), shape[2])
+    return {f"{prefix}.experts.{e}.{each}.weight": single for e in range(shape[0]) for each in names}
 
 
 @pytest.mark.parametrize(("kind", "options"), VARIANTS)
@@ -86,13 +76,13 @@ def test_layers_name_every_tensor_of_transformers(kind: str, options: dict[str, 
     wanted: dict[str, tuple[int, ...]] = {}
     for name, value in model.named_parameters():  # tied weights appear once
         wanted |= one_by_one(name, tuple(value.shape))
-    found: dict[str, tuple[int, ...]] = {}
+    read: dict[str, tuple[int, ...]] = {}
     for layer in build(parse_config(raw)):
         for parameter in layer.parameters():
             for name, shape, *_ in parameter.expected():
-                assert found.get(name, tuple(shape)) == tuple(shape)  # a tied head uses the name of the embedding
-                found[name] = tuple(shape)
-    assert found == wanted
+                assert read.get(name, tuple(shape)) == tuple(shape)  # a tied head uses the name of the embedding
+                read[name] = tuple(shape)
+    assert read == wanted
     assert num_parameters(parse_config(raw)) == sum(p.numel() for p in model.parameters())
 
 
@@ -101,14 +91,8 @@ def test_order_and_names_of_layers(kind: str) -> None:
     layers = build(parse_config(tiny(kind)))
     mixer, first = ("gated_delta_net", GatedDeltaNet) if kind in HYBRIDS else ("attention", Attention)
     mlp, block = ("moe", MoE) if kind in MIXTURES else ("mlp", MLP)
-    assert [layer.name for layer in layers] == [
-        "embedding",
-        f"layers.0.{mixer}",
-        f"layers.0.{mlp}",
-        "layers.1.attention",
-        f"layers.1.{mlp}",
-        "head",
-    ]
+    names = ["embedding", f"layers.0.{mixer}", f"layers.0.{mlp}", "layers.1.attention", f"layers.1.{mlp}", "head"]
+    assert [layer.name for layer in layers] == names
     assert [type(layer) for layer in layers] == [Embedding, first, block, Attention, block, Head]
 
 
@@ -130,10 +114,6 @@ PUBLISHED = {
     "Ministral-3-8B": (8.49, None),  # 8.4 on the card, and the vision encoder's 0.4 apart
     "Mistral-7B": (7.248, None),
 }  # fmt: skip
-
-
-def test_every_preset_has_a_published_size() -> None:
-    assert {entry.name.removesuffix("-Instruct").removesuffix("-FP8") for entry in presets()} == set(PUBLISHED)
 
 
 @pytest.mark.parametrize("entry", presets(), ids=lambda entry: entry.name)
@@ -160,32 +140,20 @@ def test_smollm2_preset_is_the_real_model(smollm2: Any) -> None:
     entry = preset("SmolLM2-135M-Instruct")
     assert entry is not None
     real = parse_config(json.loads((smollm2 / "config.json").read_text()))
-    for name in (
-        "hidden_size",
-        "num_layers",
-        "num_heads",
-        "num_kv_heads",
-        "head_dim",
-        "intermediate_size",
-        "vocab_size",
-    ):
+    sizes = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "vocab_size")
+    for name in (*sizes, "rope", "tie_word_embeddings", "max_position_embeddings"):
         assert getattr(entry.config, name) == getattr(real, name)
-    assert entry.config.rope == real.rope
-    assert entry.config.tie_word_embeddings == real.tie_word_embeddings
-    assert entry.config.max_position_embeddings == real.max_position_embeddings
     assert entry.config.rms_norm_eps == pytest.approx(real.rms_norm_eps, rel=1e-6)
 
 
 def test_preset_look_up() -> None:
-    entry = preset("qwen2.5-7b-INSTRUCT")
+    """Whatever the case of the letters, and only by the whole name."""
+    entry, base, llama = (preset(name) for name in ("qwen2.5-7b-INSTRUCT", "Qwen2.5-7B", "Llama-3.2-1B"))
     assert entry is not None
-    assert (entry.name, entry.hub_id) == ("Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct")
-    assert entry.config.max_position_embeddings == 32768
-    base = preset("Qwen2.5-7B")
     assert base is not None
-    assert base.config.max_position_embeddings == 131072
-    llama = preset("Llama-3.2-1B")
     assert llama is not None
+    assert (entry.name, entry.hub_id) == ("Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct")
+    assert (entry.config.max_position_embeddings, base.config.max_position_embeddings) == (32768, 131072)
     assert llama.hub_id == "meta-llama/Llama-3.2-1B"
     assert (llama.config.rope.kind, llama.config.rope.factor) == ("llama3", 32.0)
     theta = {"SmolLM2-1.7B": 130000.0, "SmolLM2-360M": 1e5, "Qwen3-8B": 1e6, "Qwen2.5-7B": 1e6, "Llama-3.1-8B": 5e5}
@@ -195,6 +163,8 @@ def test_preset_look_up() -> None:
 
 
 def test_presets_are_distinct_and_complete() -> None:
+    """Catches a preset that hides another one, lacks a column, or has no published size."""
+    assert {entry.name.removesuffix("-Instruct").removesuffix("-FP8") for entry in presets()} == set(PUBLISHED)
     names = [entry.name.lower() for entry in presets()]
     assert len(set(names)) == len(names) == 62
     assert {entry.name for entry in presets() if entry.quantization} == {f"{name}-FP8" for name in table()["fp8_releases"]}

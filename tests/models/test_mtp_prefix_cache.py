@@ -55,17 +55,17 @@ def test_repeated_prompts_forks_and_a_conversation(lookahead: int, folder: Path,
     with both(folder, lookahead, max_num_batched_tokens=96) as generator:
         for length in (64, 100, 129):
             prompt = [3 + length, *base[: length - 1]]
-            for turn, own in enumerate((prompt, prompt, [*prompt[:-2], *tail], [*prompt, *tail])):
-                found, expected = generator.generate(own, params()), plain.generate(own, params())
-                check(found, expected)
+            for turn, tokens in enumerate((prompt, prompt, [*prompt[:-2], *tail], [*prompt, *tail])):
+                done, expected = generator.generate(tokens, params()), plain.generate(tokens, params())
+                check(done, expected)
                 if turn == 1:
-                    assert found.cached_tokens == {64: 0, 100: 96, 129: 96}[length], "the end of a step, or 64 tokens of one"
+                    assert done.cached_tokens == {64: 0, 100: 96, 129: 96}[length], "the end of a step, or 64 tokens of one"
             for _ in range(2):
-                own = [*own, *found.token_ids, *tail[:3]]
-                found, expected = generator.generate(own, params()), plain.generate(own, params())
-                check(found, expected)
-                if len(own) > 140:
-                    assert found.cached_tokens >= len(own) - 3 - COUNT - 64
+                tokens = [*tokens, *done.token_ids, *tail[:3]]
+                done, expected = generator.generate(tokens, params()), plain.generate(tokens, params())
+                check(done, expected)
+                if len(tokens) > 140:
+                    assert done.cached_tokens >= len(tokens) - 3 - COUNT - 64
         stats = generator._live.stats.drafts
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
@@ -77,11 +77,11 @@ def test_drafts_behind_copied_pages_are_the_reference_s(folder: Path) -> None:
         seen = watch(generator)
         for text in prompts(65, 100, 129):
             answer = generator.generate(text, params()).token_ids
-            for own in (text, [*text, *answer, 5, 6]):
+            for asked in (text, [*text, *answer, 5, 6]):
                 seen.clear()
-                done = generator.generate(own, params(3))
+                done = generator.generate(asked, params(3))
                 assert done.cached_tokens >= 64
-                tokens = [*own, *done.token_ids]
+                tokens = [*asked, *done.token_ids]
                 assert seen
                 for _, cached, token, drafts in seen:
                     assert tokens[cached] == token
@@ -107,14 +107,14 @@ def test_few_pages_few_states_and_requests_that_are_dropped(lookahead: int, fold
                 with closing(generator.stream(many[i], params(40))) as pieces:
                     for _ in range(1 + i):
                         next(pieces)
-            for found, wanted in zip(generator.generate(many, params(30)), expected, strict=True):
-                check(found, wanted)
+            for done, wanted in zip(generator.generate(many, params(30)), expected, strict=True):
+                check(done, wanted)
         stats = generator.prefix_cache_stats
         assert stats is not None
         assert min(stats.hits, stats.evictions, stats.snapshot_evictions, generator._live.stats.num_preemptions) > 0
         sampled = params(9, temperature=1.0, seed=4, n=3)
-        for found, wanted in zip(*(own.generate([many[5]], sampled)[0].outputs for own in (generator, plain)), strict=True):
-            check(found, wanted)
+        for done, wanted in zip(*(model.generate([many[5]], sampled)[0].outputs for model in (generator, plain)), strict=True):
+            check(done, wanted)
 
 
 def test_the_memory_plan_counts_all_of_it(folder: Path, plain: Generator) -> None:

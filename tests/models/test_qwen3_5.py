@@ -3,7 +3,6 @@
 import gc
 import json
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +10,19 @@ import pytest
 import torch
 import transformers
 from engine.test_drafts import Mixed
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from support.checkpoints import distance, restate, warned
 from support.cli import caller
-from support.hybrids import prompts, randomize
+from support.hybrids import check_greedy, last_logits, prompts, randomize, truth, wrap
 
 from minirt import Generator, SamplingParams
 from minirt.cli.output import load_summary
-from minirt.errors import ConfigError, NumericsError, UnsupportedError
-from minirt.kernels import reference
-from minirt.layers import Attention, Embedding, GatedDeltaNet
+from minirt.errors import ConfigError, UnsupportedError
+from minirt.layers import Attention, GatedDeltaNet
 from minirt.modeling.model import Model
-from minirt.modeling.parameters import PackedLinear
 from minirt.models import build, parse_config, preset
 from minirt.sizes import format_size
-from minirt.step.batch import Batch, Chunk
-from minirt.step.kv_cache import KVCache, state_bytes
+from minirt.step.kv_cache import state_bytes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLS = ["eager", "auto"] if DEVICE == "cuda" else ["eager"]
@@ -67,85 +64,39 @@ def their_model(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE).eval()
 
 
-def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
-    ids = torch.tensor([prompt], device=DEVICE)
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
-    return out[0, len(prompt) :].tolist()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_parity(variant: str, impl: str, folders: dict[str, Path]) -> None:
     """Logits, and greedy tokens, 300 of one variant: alone, and ragged beside others that come and go."""
     model, texts = their_model(folders[variant]), prompts(1, 7, 64, 65, 130)
-    with Generator.from_pretrained(
-        folders[variant], device=DEVICE, dtype="float32", impl=impl, kv_cache_memory=1 << 26, max_num_seqs=4
-    ) as generator:
+    counts = [300, 40, 90, 20, 60] if variant == "2-to-1" else [70, 12, 30, 5, 20]
+    params = [SamplingParams(max_tokens=count, ignore_eos=True, temperature=0) for count in counts]
+    options = {"device": DEVICE, "dtype": "float32", "impl": impl, "kv_cache_memory": 1 << 26, "max_num_seqs": 4}
+    with Generator.from_pretrained(folders[variant], **options) as generator:
         for prompt in texts:
-            with torch.no_grad():
-                truth = model(torch.tensor([prompt], device=DEVICE)).logits[0].cpu()
-            assert (generator.logits(prompt) - truth).norm() < 1e-4 * truth.norm(), len(prompt)
-        counts = [300, 40, 90, 20, 60] if variant == "2-to-1" else [70, 12, 30, 5, 20]
-        expected = [greedy(model, prompt, count) for prompt, count in zip(texts, counts, strict=True)]
-        params = [SamplingParams(max_tokens=count, ignore_eos=True, temperature=0) for count in counts]
-        assert generator.generate(texts[0], params[0]).token_ids == expected[0]
-        assert [c.token_ids for c in generator.generate(texts, params)] == expected
+            assert distance(generator.logits(prompt), truth(model, prompt)) < 1e-4, len(prompt)
+        alone = generator.generate(texts[0], params[0]).token_ids
+        together = [completion.token_ids for completion in generator.generate(texts, params)]
+    assert together[0] == alone
+    for prompt, tokens, count in zip(texts, together, counts, strict=True):
+        check_greedy(model, prompt, tokens, count)
     gc.collect()
 
 
 @pytest.mark.parametrize("size", [1, 17, 63, 64, 65, 200])
 def test_prompts_in_chunks(size: int, folders: dict[str, Path]) -> None:
     """The last logits do not depend on the division of a prompt; a single token follows."""
-    model, (prompt,) = their_model(folders["2-to-1"]), prompts(231)
-    with torch.no_grad():
-        truth = model(torch.tensor([prompt], device=DEVICE)).logits[0].cpu()
+    (prompt,), starts = prompts(231), [*range(0, 230, size), 230]
+    exact = truth(their_model(folders["2-to-1"]), prompt)
     with Generator.from_pretrained(folders["2-to-1"], device=DEVICE, dtype="float32", kv_cache_memory=1 << 24) as generator:
-        own, outs = generator.model, []
-        cache = KVCache(own.cache_specs, 4, own.device, own.kv_dtype, num_slots=3)
-        starts = [*range(0, 230, size), 230]
-        for start, stop in zip(starts, [*starts[1:], 231], strict=True):
-            chunk = Chunk(prompt[start:stop], start, range(4), num_logits=1, slot=2)
-            outs.append(own(Batch.build([chunk], cache.page_size).to(own.device), cache).cpu()[0])
-        expected = truth[[*(stop - 1 for stop in starts[1:]), 230]]
-        assert (torch.stack(outs) - expected).norm() < 1e-4 * expected.norm()
-
-
-@pytest.mark.slow
-def test_preempted_sequences_begin_anew(folders: dict[str, Path]) -> None:
-    """With too few pages, sequences are preempted: their states are computed again, in other slots."""
-    texts = prompts(50, 60, 70, seed=3)
-    params = SamplingParams(max_tokens=120, ignore_eos=True, temperature=0)
-    options: dict[str, Any] = {"device": DEVICE, "dtype": "float32", "max_num_seqs": 3, "max_model_len": 256}
-    with Generator.from_pretrained(folders["2-to-1"], kv_cache_memory=1 << 24, **options) as generator:
-        expected = [generator.generate(text, params).token_ids for text in texts]
-        page = generator.memory.page
-    with Generator.from_pretrained(folders["2-to-1"], kv_cache_memory=6 * page, **options) as generator:
-        assert [c.token_ids for c in generator.generate(texts, params)] == expected
-        assert generator._live.stats.num_preemptions > 0
-
-
-def test_nan_in_one_sequence_reaches_no_other(folders: dict[str, Path]) -> None:
-    """A token whose embedding is NaN, in a prompt beside others, and in a slot that another sequence gets afterwards."""
-    texts = prompts(40, 9, 66, 21)
-    params = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0)
-    options: dict[str, Any] = {"device": DEVICE, "dtype": "float32", "kv_cache_memory": 1 << 24, "max_num_seqs": 2}
-    with Generator.from_pretrained(folders["2-to-1"], **options) as generator:
-        expected = [generator.generate(text, params).token_ids for text in texts]
-        bad = min(set(range(3, 211)).difference(*texts, *expected))  # none of the others has it, also as a new token
-        next(layer for layer in generator.model.layers if isinstance(layer, Embedding)).table.weight[bad] = torch.nan
-        dirty = [[*texts[0][:20], bad, *texts[0][20:]], [bad]]
-        work = [dirty[0], texts[0], dirty[1], texts[1], texts[2], dirty[0], texts[3]]
-        found = [done for _, done in sorted(generator.completions(work, params), key=lambda pair: pair[0])]
-        errors = [isinstance(done.error, NumericsError) for done in found]
-        assert errors == [prompt in dirty for prompt in work]
-        assert [done.token_ids for done in found if done.error is None] == expected
+        outs = last_logits(generator.model, prompt, starts)
+        assert distance(outs, exact[[*(stop - 1 for stop in starts[1:]), 230]]) < 1e-4
 
 
 def test_drafts_change_no_token(folders: dict[str, Path]) -> None:
-    """Right and wrong drafts, also with too few pages for all: states go on from the last right token."""
+    """Right and wrong drafts, also with too few pages for all: states go on from the last right token, and those of preempted
+    sequences are computed again, in other slots."""
     texts = prompts(50, 60, 62, seed=5)
     params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0)
     options: dict[str, Any] = {"device": DEVICE, "dtype": "float32", "max_num_seqs": 3, "max_model_len": 256}
@@ -163,22 +114,13 @@ def test_drafts_change_no_token(folders: dict[str, Path]) -> None:
 
 
 def official(folder: Path, source: Path) -> dict[str, torch.Tensor]:
-    """Write the decoder of `source` as official files are: inside a model that sees images, with MTP layers, of two dtypes."""
-    config = json.loads((source / "config.json").read_text())
-    for name in ("architectures", "transformers_version"):
-        config.pop(name, None)
-    tied = config.pop("tie_word_embeddings")
-    own = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "dtype": "bfloat16"}
-    own |= {"tie_word_embeddings": tied, "vision_config": VISION | {"model_type": "qwen3_5"}, "image_token_id": 200}
-    config |= {"mamba_ssm_dtype": "float32", "attn_output_gate": True, "mtp_num_hidden_layers": 1, "output_gate_type": "swish"}
-    own["text_config"] = config | {"full_attention_interval": 4, "mtp_use_dedicated_embeddings": False}
-    (folder / "config.json").write_text(json.dumps(own))
-    tensors = {}
-    for name, value in load_file(source / "model.safetensors").items():
-        name = name.replace("model.", "model.language_model.", 1)
-        tensors[name] = value if name.endswith(("A_log", "linear_attn.norm.weight")) else value.bfloat16()
-    extras = {"model.visual.patch_embed.proj.weight": torch.ones(3), "mtp.fc.weight": torch.ones(2)}
-    save_file(tensors | extras, folder / "model.safetensors")
+    """Write the decoder of `source` as official files are, of two dtypes."""
+    tensors = load_file(source / "model.safetensors")
+    fp32 = ("A_log", "linear_attn.norm.weight")
+    tensors = {name: value if name.endswith(fp32) else value.bfloat16() for name, value in tensors.items()}
+    (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+    restate(folder, full_attention_interval=4)
+    wrap(folder, tensors, "qwen3_5", "Qwen3_5ForConditionalGeneration", VISION | {"model_type": "qwen3_5"})
     return tensors
 
 
@@ -187,21 +129,18 @@ def test_official_files(variant: str, folders: dict[str, Path], tmp_path: Path) 
     """Names below model.language_model., A_log in fp32 beside bf16, tied or not by the config; what is skipped is said."""
     tensors = official(tmp_path, folders[variant])
     plain = their_model(folders[variant])
-    plain.load_state_dict({name.replace("language_model.", ""): value for name, value in tensors.items()}, strict=False)
+    plain.load_state_dict(tensors, strict=False)
     (prompt,) = prompts(70)
-    with torch.no_grad():
-        truth = plain(torch.tensor([prompt], device=DEVICE)).logits[0].cpu()
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warned() as said:
         generator = Generator.from_pretrained(tmp_path, device=DEVICE, dtype="float32", kv_cache_memory=1 << 24)
         rounded = Generator.from_pretrained(tmp_path, device=DEVICE, dtype="bfloat16", kv_cache_memory=1 << 24)
-    assert sum("1 tensors model.visual.* are not used" in str(own.message) for own in said) == 2
+    assert sum("1 tensors model.visual.* are not used" in text for text in said) == 2
     with generator, rounded:
         assert generator.plan.notes == ("1 tensors mtp.* are not loaded: --speculate mtp makes drafts with them",)
-        assert (generator.logits(prompt) - truth).norm() < 1e-4 * truth.norm()
+        assert distance(generator.logits(prompt), truth(plain, prompt)) < 1e-4
         assert generator.config.tie_word_embeddings == (variant == "1-to-1-tied")
         layer = next(layer for layer in rounded.model.layers if isinstance(layer, GatedDeltaNet))
-        name = "model.language_model.layers.0.linear_attn.A_log"
+        name = "model.layers.0.linear_attn.A_log"
         assert torch.equal(layer.A_log.weight.cpu(), tensors[name])  # not rounded to the model's dtype
 
 
@@ -210,13 +149,13 @@ def test_layers_follow_the_config() -> None:
     listed = TEXT | {"model_type": "qwen3_5_text", "layer_types": ["full_attention", *["linear_attention"] * 3, "full_attention"]}
     kinds = {Attention: "full_attention", GatedDeltaNet: "linear_attention"}
 
-    def found(raw: dict[str, Any]) -> list[str]:
+    def layers(raw: dict[str, Any]) -> list[str]:
         return [kinds[type(layer)] for layer in build(parse_config(raw)) if type(layer) in kinds]
 
-    assert found(listed) == listed["layer_types"]
+    assert layers(listed) == listed["layer_types"]
     every = TEXT | {"model_type": "qwen3_5_text", "full_attention_interval": 2}
-    assert found(every) == ["linear_attention", "full_attention", "linear_attention", "full_attention", "linear_attention"]
-    assert found(TEXT | {"model_type": "qwen3_5_text"}) == transformers.Qwen3_5TextConfig(**TEXT).layer_types
+    assert layers(every) == ["linear_attention", "full_attention", "linear_attention", "full_attention", "linear_attention"]
+    assert layers(TEXT | {"model_type": "qwen3_5_text"}) == transformers.Qwen3_5TextConfig(**TEXT).layer_types
 
 
 @pytest.mark.parametrize(("field", "value", "kind"), [
@@ -239,8 +178,8 @@ def test_a_quarter_is_rotated_by_default() -> None:
     base = {name: value for name, value in TEXT.items() if name != "rope_parameters"} | {"model_type": "qwen3_5_text"}
     assert parse_config(base).attention(0).rotary_dim == 8
     assert parse_config(base | {"partial_rotary_factor": 0.5}).attention(0).rotary_dim == 16
-    own = {"rope_type": "default", "partial_rotary_factor": 1.0, "rope_theta": 1e7}
-    assert parse_config(base | {"rope_parameters": own}).attention(0).rotary_dim == 32
+    rope = {"rope_type": "default", "partial_rotary_factor": 1.0, "rope_theta": 1e7}
+    assert parse_config(base | {"rope_parameters": rope}).attention(0).rotary_dim == 32
 
 
 @pytest.mark.parametrize(("name", "parameters", "heads"), [
@@ -249,48 +188,13 @@ def test_a_quarter_is_rotated_by_default() -> None:
 ])  # fmt: skip
 def test_presets(name: str, parameters: float, heads: int) -> None:
     """Parameters of the decoder as published, and 64 KiB for each value head of a sequence beside the convolutions' inputs."""
-    own = preset(name)
-    assert own is not None
-    model = Model(own.config, build(own.config))
+    entry = preset(name)
+    assert entry is not None
+    model = Model(entry.config, build(entry.config))
     assert model.num_parameters == pytest.approx(parameters, rel=1e-3)
     layers = [layer for layer in model.layers if isinstance(layer, GatedDeltaNet)]
     inputs = sum(4 * layer.channels * 4 for layer in layers)  # in fp32, as no dtype is chosen yet
     assert state_bytes(model.cache_specs) == heads * 65536 + inputs
-
-
-@pytest.mark.slow
-def test_triton_states_in_the_engine(folders: dict[str, Path]) -> None:
-    """Prompts that come while others decode, in slots that are used again: the tokens are those of the eager layers."""
-    texts, params = prompts(5, 1, 66, 3), SamplingParams(max_tokens=4, ignore_eos=True, temperature=0)
-    found = []
-    for impl in ("eager", ["eager", "layers.[01].gated_delta_net=triton"]):
-        with Generator.from_pretrained(
-            folders["2-to-1"], device=DEVICE, dtype="float32", impl=impl, kv_cache_memory=1 << 24, max_num_seqs=2
-        ) as generator:
-            found.append([c.token_ids for c in generator.generate(texts, params)])
-    assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("quantization", ["fp8", "int4"])
-def test_quantized(quantization: str, folders: dict[str, Path]) -> None:
-    """The projections of every layer are quantized, those too whose parts are packed by heads: the weights stay near.
-
-    (The logits of random weights of five layers do not: they are compared layer by layer elsewhere.)
-    """
-    options: dict[str, Any] = {"device": DEVICE, "dtype": "float32", "kv_cache_memory": 1 << 24}
-    with (
-        Generator.from_pretrained(folders["2-to-1"], **options) as plain,
-        Generator.from_pretrained(folders["2-to-1"], quantization=quantization, **options) as rounded,
-    ):
-        assert rounded.logits(prompts(40)[0]).isfinite().all()
-        for exact, layer in zip(plain.model.layers, rounded.model.layers, strict=True):
-            if isinstance(layer, Attention | GatedDeltaNet):
-                for weights, own in zip(exact.quantizable(), layer.quantizable(), strict=True):
-                    assert isinstance(weights, PackedLinear)
-                    assert isinstance(own, PackedLinear)
-                    identity = torch.eye(own.in_features, device=DEVICE)
-                    found = reference.linear(identity, own.weight, scale=own.scale, quantize=False).T
-                    assert (found - weights.weight).norm() < 0.12 * weights.weight.norm()
 
 
 def test_a_model_without_a_prefix_cache_says_so(

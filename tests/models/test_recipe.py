@@ -66,16 +66,13 @@ def test_drawing_is_repeatable(recipe):
     assert len(set(first)) == 20
 
 
-@pytest.mark.parametrize(
-    ("text", "quoted", "expected"),
-    [
-        (" ran home. Then", False, "ran home."), (' said, "Hello!" Then', False, 'said, "Hello!"'),
-        (' said, "Hello," and went. Then', False, 'said, "Hello," and went.'),
-        ('I will help. Come on." Pip', True, 'I will help. Come on."'), ('I will," said Pip. He', True, 'I will," said Pip.'),
-        ("I will... and so", False, "I will..."), ("no end", False, None), ("line\nbreak.", False, None),
-        ("One. Two. Three.", True, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "quoted", "expected"), [
+    (" ran home. Then", False, "ran home."), (' said, "Hello!" Then', False, 'said, "Hello!"'),
+    (' said, "Hello," and went. Then', False, 'said, "Hello," and went.'),
+    ('I will help. Come on." Pip', True, 'I will help. Come on."'), ('I will," said Pip. He', True, 'I will," said Pip.'),
+    ("I will... and so", False, "I will..."), ("no end", False, None), ("line\nbreak.", False, None),
+    ("One. Two. Three.", True, None),
+])  # fmt: skip
 def test_first_sentence(recipe, text, quoted, expected):
     assert recipe.outlines.first_sentence(text, quoted) == expected
 
@@ -206,8 +203,8 @@ def test_the_draft_layers_are_trained_on_what_they_get_at_inference(recipe, tiny
         done = generator.generate(texts, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
     checked = set()
     for length, cached, _, drafts in seen:
-        text, own = next((text, own) for text, own in zip(texts, done, strict=True) if len(text) == length)
-        tokens = torch.tensor([[*text, *own.token_ids][: cached + 1] + drafts])
+        text, completion = next((text, completion) for text, completion in zip(texts, done, strict=True) if len(text) == length)
+        tokens = torch.tensor([[*text, *completion.token_ids][: cached + 1] + drafts])
         with torch.no_grad():
             logits = mtp(model, tokens, recipe.network.states_of(model, tokens))
         for number, draft in enumerate(drafts):

@@ -10,11 +10,14 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from support.config_files import INNER, as_file
-from support.model_cases import make, truth
+from support.checkpoints import config as read_config
+from support.checkpoints import distance, load, logits, one_warning, refused, restate, rewrite
+from support.config_files import DECODER, INNER, as_file
+from support.hybrids import truth
+from support.model_cases import make
+from support.raising import raises
 
-from minirt import Generator
-from minirt.errors import CheckpointError, ConfigError, UnsupportedError
+from minirt.errors import ConfigError, UnsupportedError
 from minirt.models import decoder_fields, parse_config
 
 PROMPT = [5, 99, 3, 170, 42, 8]
@@ -25,11 +28,7 @@ CLASSES = {
 
 
 def raw_config(kind: str, **text: Any) -> dict[str, Any]:
-    raw = {
-        "model_type": kind, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 6,
-        "num_key_value_heads": 2, "vocab_size": 131, "max_position_embeddings": 256, "head_dim": 16,
-    }  # fmt: skip
-    return as_file(raw | text)
+    return as_file({"model_type": kind} | DECODER | text)
 
 
 @pytest.mark.parametrize("kind", INNER)
@@ -58,12 +57,10 @@ def test_what_the_levels_state() -> None:
     fields = decoder_fields(raw)
     assert (fields["eos_token_id"], fields["bos_token_id"], fields["dtype"]) == (7, 8, "bfloat16")
     assert "torch_dtype" not in fields
-    with pytest.raises(UnsupportedError, match=r"field quantization_config\.quant_method: "):
-        parse_config(raw)
+    raises(r"field quantization_config\.quant_method: ", parse_config, raw, error=UnsupportedError)
     with pytest.raises(UnsupportedError, match=r"field dtype: .*found 'float64'"):
         parse_config(raw_config("qwen3_vl") | {"dtype": "float64"})
-    with pytest.raises(ConfigError, match=r"field text_config\.rms_norm_eps: "):
-        parse_config(raw_config("qwen3_vl", rms_norm_eps=-1.0))
+    raises(r"field text_config\.rms_norm_eps: ", parse_config, raw_config("qwen3_vl", rms_norm_eps=-1.0), error=ConfigError)
     for inner, outer, tied in ((True, False, True), (False, True, True), (False, None, False), (True, None, True)):
         raw = raw_config("mistral3", tie_word_embeddings=inner) | {"tie_word_embeddings": outer}
         assert parse_config(raw).tie_word_embeddings == tied
@@ -93,11 +90,11 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("kind", "outer", "inner", "words"), REFUSED)
 def test_refusals(kind: str, outer: dict[str, Any], inner: dict[str, Any], words: str) -> None:
+    """Catches a field of one level that is taken for the other's, and a place that is not the field's."""
     raw = raw_config(kind) | {"architectures": [CLASSES[kind]]} | outer
     if inner:
         raw["text_config"] = raw["text_config"] | inner
-    with pytest.raises(ConfigError, match=words):
-        parse_config(raw)
+    raises(words, parse_config, raw, error=ConfigError)
 
 
 def test_a_flat_file_of_qwen2_5_vl_means_the_same() -> None:
@@ -107,8 +104,7 @@ def test_a_flat_file_of_qwen2_5_vl_means_the_same() -> None:
     flat = nested["text_config"] | {"model_type": "qwen2_5_vl", "architectures": [CLASSES["qwen2_5_vl"]], "vision_config": {}}
     assert parse_config(flat) == parse_config(nested)
     assert decoder_fields(flat)["rope_theta"] == 5e4
-    with pytest.raises(UnsupportedError, match="architectures: "):
-        parse_config(flat | {"architectures": ["Qwen2ForCausalLM"]})
+    raises("architectures: ", parse_config, flat | {"architectures": ["Qwen2ForCausalLM"]}, error=UnsupportedError)
 
 
 # Forms of the names in a checkpoint, made from the plain ones.
@@ -117,7 +113,7 @@ FORMS = {
     "a wrapper's language model": {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
     "plain": {"model.": "model.", "lm_head.": "lm_head."},
 }
-VISION = [before + own for own in ("visual.", "vision_tower.", "multi_modal_projector.") for before in ("", "model.")]
+VISION = [before + name for name in ("visual.", "vision_tower.", "multi_modal_projector.") for before in ("", "model.")]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -128,41 +124,34 @@ def test_names_of_tensors(form: str, vision: str, tmp_path: Any) -> None:
     tensors, prefixes = load_file(tmp_path / "model.safetensors"), FORMS[form]
     renamed = {}
     for name, tensor in tensors.items():
-        start = next(own for own in prefixes if name.startswith(own))
+        start = next(prefix for prefix in prefixes if name.startswith(prefix))
         renamed[prefixes[start] + name.removeprefix(start)] = tensor
     renamed |= {f"{vision}{i}.weight": torch.ones(3) for i in range(2)}
     save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
     told = rf"2 tensors {vision}\* are not used: a vision encoder is not supported"
     with pytest.warns(UserWarning, match=told):
-        generator = Generator.from_pretrained(tmp_path, device="cpu", kv_cache_memory=1 << 22)
-    with generator:
-        assert (generator.logits(PROMPT) - truth(model, PROMPT)).abs().max() < 1e-4
+        assert distance(logits(tmp_path, PROMPT), truth(model, PROMPT)) < 1e-5
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_tensor_under_two_names_is_refused(tmp_path: Any) -> None:
     """Catches one of two decoders in a file that silently wins."""
     make("ministral3", tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["language_model.model.norm.weight"] = torch.ones(64)
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"there twice; .*language_model\.model\.norm\.weight and model\.norm\.weight"):
-        Generator.from_pretrained(tmp_path, device="cpu")
+    rewrite(tmp_path, lambda t: t.update({"language_model.model.norm.weight": torch.ones(64)}))
+    refused(tmp_path, r"there twice; .*language_model\.model\.norm\.weight and model\.norm\.weight")
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_ends_of_sequences_are_those_of_the_decoder(tmp_path: Any) -> None:
     """Catches an end that config.json states in text_config alone, and that nobody reads: answers would not end."""
     make("qwen3-vl, tied", tmp_path)
-    path = tmp_path / "config.json"
-    raw = json.loads(path.read_text())
+    text = read_config(tmp_path)["text_config"]
     (tmp_path / "generation_config.json").unlink()
-    path.write_text(json.dumps(raw | {"text_config": raw["text_config"] | {"eos_token_id": 77}}))
-    with Generator.from_pretrained(tmp_path, device="cpu", kv_cache_memory=1 << 22) as generator:
+    restate(tmp_path, text_config=text | {"eos_token_id": 77})
+    with load(tmp_path) as generator:
         assert generator.eos_token_ids == (77,)
-    path.write_text(json.dumps(raw | {"text_config": raw["text_config"] | {"eos_token_id": 211}}))
-    with pytest.raises(ConfigError, match=r"eos_token_id: .*from 0 to 210; found 211"):
-        Generator.from_pretrained(tmp_path, device="cpu")
+    restate(tmp_path, text_config=text | {"eos_token_id": 211})
+    refused(tmp_path, r"eos_token_id: .*from 0 to 210; found 211", ConfigError)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -184,27 +173,21 @@ def test_fp8_weights_of_a_decoder(tmp_path: Any) -> None:
         else:
             kept[name] = tensor
     save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
-    path = tmp_path / "config.json"
     stated = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False}
     stated["modules_to_not_convert"] = ["model.vision_tower", "model.multi_modal_projector", "lm_head"]
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": stated}))
-    with Generator.from_pretrained(tmp_path, device="cpu", kv_cache_memory=1 << 22) as generator:
+    restate(tmp_path, quantization_config=stated)
+    with load(tmp_path) as generator:
         assert any("input scales are not used" in note for note in generator.plan.notes)
         for token in (5, 99, 170):  # one token: activations are not rounded
-            expected = truth(model, [token])
-            assert (generator.logits([token]) - expected).norm() / expected.norm() < 1e-5
+            assert distance(generator.logits([token]), truth(model, [token])) < 1e-5
 
 
 def test_no_warning_about_usual_names(tmp_path: Any) -> None:
     """Catches a warning about what is as it should be: only the vision encoder is told."""
     make("qwen3-vl", tmp_path)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        Generator.from_pretrained(tmp_path, device="cpu", kv_cache_memory=1 << 22).close()
-    assert [str(own.message).split(": ")[-2:] for own in caught] == [
-        [f"{count} tensors model.visual.* are not used", "a vision encoder is not supported"]
-        for count in [sum(name.startswith("model.visual.") for name in load_file(tmp_path / "model.safetensors"))]
-    ]
+    count = sum(name.startswith("model.visual.") for name in load_file(tmp_path / "model.safetensors"))
+    with one_warning(rf"{count} tensors model.visual.\* are not used: a vision encoder is not supported"):
+        load(tmp_path).close()
 
 
 SCALARS = st.none() | st.booleans() | st.integers(-3, 300) | st.floats() | st.sampled_from(["", "yarn", "mrope", "default"])

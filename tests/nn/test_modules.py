@@ -5,8 +5,11 @@ weight that is a second copy or is not what the given modules hold, quantized we
 gradients.
 """
 
+from functools import partial
+
 import pytest
 import torch
+from support.raising import raises
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
@@ -38,18 +41,18 @@ def linear(t):
     """linear(K, N, bias): a layer with values of our own generator."""
 
     def make(K, N, bias=False, dtype=torch.float32):
-        own = nn.Linear(K, N, bias, dtype=dtype)
-        for parameter in own.parameters():
+        made = nn.Linear(K, N, bias, dtype=dtype)
+        for parameter in made.parameters():
             parameter.copy_(t(*parameter.shape, dtype=dtype) * 0.3)
-        return own
+        return made
 
     return make
 
 
 def norm(t, H, dtype=torch.float32):
-    own = LlamaRMSNorm(H, eps=1e-4).to(dtype)
-    own.weight.copy_(t(H, dtype=dtype))
-    return own
+    made = LlamaRMSNorm(H, eps=1e-4).to(dtype)
+    made.weight.copy_(t(H, dtype=dtype))
+    return made
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -62,30 +65,15 @@ def test_rms_norm(shape, dtype, t):
     torch.testing.assert_close(ours(x), theirs(x), **({} if dtype == torch.float32 else {"rtol": 0, "atol": 0}))
 
 
-def test_rms_norm_of_strided_values(t):
-    """Heads inside a packed projection: rows are contiguous, the tensor is not."""
+def test_rms_norm_of_strided_values_and_of_torch(t):
+    """Heads inside a packed projection: rows are contiguous, the tensor is not. PyTorch's epsilon is that of the dtype."""
     theirs, packed = norm(t, 16), t(2, 5, 48)
     x = packed[..., 16:].unflatten(-1, (2, 16))
     torch.testing.assert_close(mn.RMSNorm.from_module(theirs)(x), theirs(x))
     torch.testing.assert_close(mn.RMSNorm.from_module(theirs)(x.mT.contiguous().mT), theirs(x))
-
-
-def test_rms_norm_of_torch(t):
-    theirs = nn.RMSNorm(16)  # its epsilon is that of the dtype
+    theirs, x = nn.RMSNorm(16), t(3, 16) * 1e-4
     theirs.weight.copy_(t(16))
-    x = t(3, 16) * 1e-4
     torch.testing.assert_close(mn.RMSNorm.from_module(theirs)(x), theirs(x))
-
-
-def test_a_module_that_is_no_norm_is_refused(linear):
-    with pytest.raises(InputError, match="module: no epsilon; expected variance_epsilon or eps; found Linear"):
-        mn.RMSNorm.from_module(linear(3, 4))
-    with pytest.raises(InputError, match="module: not an RMSNorm with a weight; found ReLU"):
-        mn.RMSNorm.from_module(nn.ReLU())
-    with pytest.raises(InputError, match="module: not an RMSNorm: its output"):
-        mn.RMSNorm.from_module(GemmaRMSNorm(8))
-    with pytest.raises(InputError, match="module: not an RMSNorm: its output"):
-        mn.RMSNorm.from_module(nn.LayerNorm(8))
     with torch.device("meta"):
         assert mn.RMSNorm.from_module(LlamaRMSNorm(8)).weight.is_meta
 
@@ -108,19 +96,18 @@ def mlp(linear, bias=False, dtype=torch.float32):
 @pytest.mark.parametrize("bias", [False, True])
 def test_gated_mlp(activation, name, bias, t, linear):
     """With transformers' activation functions; one token, several, and with a residual and a norm."""
-    gate, up, down = mlp(linear, bias)
-    own_norm = norm(t, 19)
+    (gate, up, down), before = mlp(linear, bias), norm(t, 19)
 
     def theirs(x):
         return down(ACT2FN[name](gate(x)) * up(x))
 
     for shape in ((1,), (7,), (2, 3)):
         x, residual = t(*shape, 19), t(*shape, 19)
-        expected, normalized = theirs(x), theirs(own_norm(x))
+        expected, normalized = theirs(x), theirs(before(x))
         ours = mn.GatedMLP.from_linears(gate, up, down, activation)
         torch.testing.assert_close(ours(x), expected)
         torch.testing.assert_close(ours(x, residual), expected + residual)
-        ours = mn.GatedMLP.from_linears(gate, up, down, activation, mn.RMSNorm.from_module(own_norm))
+        ours = mn.GatedMLP.from_linears(gate, up, down, activation, mn.RMSNorm.from_module(before))
         torch.testing.assert_close(ours(x, x), normalized + x)
 
 
@@ -131,7 +118,7 @@ def test_packing_makes_views(linear):
     parameters = [layer.weight for layer in layers]
     weight, bias = mn.pack_linears(layers)
     assert (weight.shape, bias.shape) == ((15, 19), (15,))
-    assert all(layer.weight is own for layer, own in zip(layers, parameters, strict=True))
+    assert all(layer.weight is parameter for layer, parameter in zip(layers, parameters, strict=True))
     assert {layer.weight.untyped_storage().data_ptr() for layer in layers} == {weight.untyped_storage().data_ptr()}
     for layer, saved in zip(layers, before, strict=True):
         assert all(torch.equal(layer.state_dict()[name], value) for name, value in saved.items())
@@ -150,12 +137,9 @@ def test_what_cannot_be_packed_is_named_and_unchanged(linear):
         (linear(19, 8, dtype=torch.float16), r"linears\[1\]\.weight: wrong dtype"),
         (linear(19, 8, True), r"linears\[1\]\.bias: a bias in some layers only"),
     ):
-        with pytest.raises(InputError, match=message):
-            mn.pack_linears([first, other])
-    with pytest.raises(InputError, match="linears: nothing to pack"):
-        mn.pack_linears([])
-    with pytest.raises(InputError, match=r"linears\[1\]\.weight: the same parameter twice"):
-        mn.pack_linears([first, first])
+        raises(message, mn.pack_linears, [first, other])
+    raises("linears: nothing to pack", mn.pack_linears, [])
+    raises(r"linears\[1\]\.weight: the same parameter twice", mn.pack_linears, [first, first])
     assert first.weight.data_ptr() == pointer
 
 
@@ -163,8 +147,7 @@ def test_a_failed_from_linears_changes_nothing(linear):
     gate, up, _ = mlp(linear)
     pointers = gate.weight.data_ptr(), up.weight.data_ptr()
     for down, activation in ((linear(12, 19), "silu"), (linear(11, 19), "relu"), (linear(11, 19, dtype=torch.float16), "silu")):
-        with pytest.raises(InputError, match=r"down\.weight: wrong|activation: unknown"):
-            mn.GatedMLP.from_linears(gate, up, down, activation)
+        raises(r"down\.weight: wrong|activation: unknown", mn.GatedMLP.from_linears, gate, up, down, activation)
     with pytest.raises(InputError, match=r"up.weight: wrong number of rows; expected 11; found 12"):
         mn.GatedMLP.from_linears(gate, linear(19, 12), linear(11, 19), "silu")
     assert (gate.weight.data_ptr(), up.weight.data_ptr()) == pointers
@@ -174,25 +157,20 @@ def test_state_dict_of_a_gated_mlp(t, linear):
     """The names and shapes of the three modules, in both directions, inside a model, and strictly."""
     gate, up, down = mlp(linear)
     theirs = nn.ModuleDict({"gate_proj": gate, "up_proj": up, "down_proj": down})
-    saved = {name: value.clone() for name, value in theirs.state_dict().items()}
+    saved = {f"0.{name}": value.clone() for name, value in theirs.state_dict().items()}
     model = nn.Sequential(mn.GatedMLP(19, 11))
-    model.load_state_dict({f"0.{name}": value for name, value in saved.items()})
-    found = model.state_dict()
-    assert {name: tuple(value.shape) for name, value in found.items()} == {
-        f"0.{name}": tuple(value.shape) for name, value in saved.items()
-    }
-    assert all(torch.equal(found[f"0.{name}"], value) for name, value in saved.items())
-    assert found["0.gate_proj.weight"].untyped_storage().data_ptr() == model[0].gate_up_weight.untyped_storage().data_ptr()
+    model.load_state_dict(saved)
+    state = model.state_dict()
+    assert state.keys() == saved.keys()
+    assert all(torch.equal(state[name], value) for name, value in saved.items())
+    assert state["0.gate_proj.weight"].untyped_storage().data_ptr() == model[0].gate_up_weight.untyped_storage().data_ptr()
     x = t(3, 19)
     torch.testing.assert_close(model(x), down(nn.functional.silu(gate(x)) * up(x)))
-    for name in saved:
-        rest = {f"0.{key}": value for key, value in saved.items() if key != name}
-        with pytest.raises(RuntimeError, match="Missing key"):
-            model.load_state_dict(rest)
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        model.load_state_dict({f"0.{name}": value[:, 1:] for name, value in saved.items()})
-    with pytest.raises(RuntimeError, match="Unexpected key"):
-        model.load_state_dict({f"0.{name}": value for name, value in saved.items()} | {"0.gate_proj.bias": torch.ones(11)})
+    wrong = [({key: value for key, value in saved.items() if key != name}, "Missing key") for name in saved]
+    wrong.append(({name: value[:, 1:] for name, value in saved.items()}, "size mismatch"))
+    wrong.append((saved | {"0.gate_proj.bias": torch.ones(11)}, "Unexpected key"))
+    for tensors, words in wrong:
+        raises(words, model.load_state_dict, tensors, error=RuntimeError)
 
 
 def test_a_moved_module_computes_the_same(t, linear):
@@ -210,9 +188,9 @@ def test_quantized(kind, most, bias, t, linear):
     ours = kind.from_linear(theirs)
     for shape in ((1,), (3,), (2, 5)):
         x = t(*shape, 130)
-        expected, found = theirs(x), ours(x)
-        assert found.shape == expected.shape
-        assert ((found - expected).norm() / expected.norm()).item() < most
+        expected, result = theirs(x), ours(x)
+        assert result.shape == expected.shape
+        assert ((result - expected).norm() / expected.norm()).item() < most
         if kind is mn.Int4Linear:
             weight = reference.dequantize_int4(ours.weight, ours.weight_scale, 130)
             values = x
@@ -221,7 +199,7 @@ def test_quantized(kind, most, bias, t, linear):
             rows = x.reshape(-1, 130)
             values = rows if len(rows) == 1 else reference.dequantize_fp8(*reference.quantize_fp8(rows))
             values = values.view(x.shape)
-        torch.testing.assert_close(found, nn.functional.linear(values, weight, theirs.bias), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(result, nn.functional.linear(values, weight, theirs.bias), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", [mn.FP8Linear, mn.Int4Linear])
@@ -233,56 +211,49 @@ def test_state_dict_of_a_quantized_linear(kind, t, linear):
         ours = nn.Sequential(kind.from_linear(linear(130, 23, True)))
         ours.load_state_dict({f"0.{name}": value for name, value in saved.items()})
         assert torch.equal(ours(x), expected(x))
-    with pytest.raises(InputError, match="weight: wrong shape"):
-        ours[0].load_state_dict(linear(131, 23, True).state_dict())
+    raises("weight: wrong shape", ours[0].load_state_dict, linear(131, 23, True).state_dict())
     mixed = {**theirs.state_dict(), "weight_scale": expected.weight_scale}
-    with pytest.raises(InputError, match="weight: wrong dtype"):
-        ours[0].load_state_dict(mixed)
+    raises("weight: wrong dtype", ours[0].load_state_dict, mixed)
 
 
-def test_a_converted_fp8_weight_is_refused(linear, t):
-    """`.to(dtype)` of a model converts float8 parameters, too: then the values have lost their scale."""
-    ours = mn.FP8Linear.from_linear(linear(16, 8)).to(torch.float32)
-    with pytest.raises(InputError, match=r"weight: wrong dtype; expected torch\.float8_e4m3fn"):
-        ours(t(2, 16))
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: mn.RMSNorm.from_module(nn.RMSNorm((2, 3))), r"module\.weight: wrong shape"),
-        (lambda: mn.RMSNorm.from_module(nn.RMSNorm(3).double()), r"module\.weight: unsupported dtype"),
-        (lambda: mn.RMSNormLinear.from_modules(nn.RMSNorm(4), nn.Linear(3, 5)), "norm_weight: wrong shape"),
-        (lambda: mn.RMSNormLinear.from_modules(nn.RMSNorm(3), nn.Linear(3, 5).half()), "norm_weight: wrong dtype"),
-        (lambda: mn.RMSNorm(3, dtype=torch.float64), "weight: unsupported dtype"),
-        (lambda: mn.GatedMLP(3, 5, dtype=torch.float64), "weight: unsupported dtype"),
-        (lambda: mn.GatedMLP(3, 6, "swish"), "activation: unknown activation"),
-        (lambda: mn.GatedMLP(3, 6, "silu", mn.RMSNorm(4)), r"norm\.weight: wrong shape"),
-        (lambda: mn.GatedMLP(3, 6, norm=mn.RMSNorm(3), dtype=torch.float16), r"norm\.weight: wrong dtype"),
-        (lambda: mn.FP8Linear.from_linear(nn.Linear(3, 4).double()), "weight: unsupported dtype"),
-        (lambda: mn.RotaryEmbedding(7), "head_dim: rotary embedding rotates pairs"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: mn.RMSNorm.from_module(nn.Linear(3, 4)), "module: no epsilon; expected variance_epsilon or eps; found Linear"),
+    (lambda: mn.RMSNorm.from_module(nn.ReLU()), "module: not an RMSNorm with a weight; found ReLU"),
+    (lambda: mn.RMSNorm.from_module(GemmaRMSNorm(8)), "module: not an RMSNorm: its output"),
+    (lambda: mn.RMSNorm.from_module(nn.LayerNorm(8)), "module: not an RMSNorm: its output"),
+    (  # `.to(dtype)` of a model converts float8 parameters, too: then the values have lost their scale
+        lambda: mn.FP8Linear.from_linear(nn.Linear(16, 8)).to(torch.float32)(torch.ones(2, 16)),
+        r"weight: wrong dtype; expected torch\.float8_e4m3fn",
+    ),
+    (lambda: mn.RMSNorm.from_module(nn.RMSNorm((2, 3))), r"module\.weight: wrong shape"),
+    (lambda: mn.RMSNorm.from_module(nn.RMSNorm(3).double()), r"module\.weight: unsupported dtype"),
+    (lambda: mn.RMSNormLinear.from_modules(nn.RMSNorm(4), nn.Linear(3, 5)), "norm_weight: wrong shape"),
+    (lambda: mn.RMSNormLinear.from_modules(nn.RMSNorm(3), nn.Linear(3, 5).half()), "norm_weight: wrong dtype"),
+    (lambda: mn.RMSNorm(3, dtype=torch.float64), "weight: unsupported dtype"),
+    (lambda: mn.GatedMLP(3, 5, dtype=torch.float64), "weight: unsupported dtype"),
+    (lambda: mn.GatedMLP(3, 6, "swish"), "activation: unknown activation"),
+    (lambda: mn.GatedMLP(3, 6, "silu", mn.RMSNorm(4)), r"norm\.weight: wrong shape"),
+    (lambda: mn.GatedMLP(3, 6, norm=mn.RMSNorm(3), dtype=torch.float16), r"norm\.weight: wrong dtype"),
+    (lambda: mn.FP8Linear.from_linear(nn.Linear(3, 4).double()), "weight: unsupported dtype"),
+    (lambda: mn.RotaryEmbedding(7), "head_dim: rotary embedding rotates pairs"),
+])  # fmt: skip
 def test_wrong_weights_are_named(make, message):
-    with pytest.raises(InputError, match=message):
-        make()
+    """Catches a module that computes something else than the one it replaces."""
+    raises(message, make)
 
 
-MADE = {
-    "RMSNorm": (lambda **own: mn.RMSNorm(19, eps=1e-4, **own), lambda: LlamaRMSNorm(19, eps=1e-4), mn.RMSNorm.from_module),
+MADE = {  # a constructor, the modules that it replaces, and how it is made of them
+    "RMSNorm": (partial(mn.RMSNorm, 19, eps=1e-4), lambda: [LlamaRMSNorm(19, eps=1e-4)], mn.RMSNorm.from_module),
     "GatedMLP": (
-        lambda **own: mn.GatedMLP(19, 11, "gelu", bias=True, **own),
-        lambda: (nn.Linear(19, 11), nn.Linear(19, 11), nn.Linear(11, 19)),
-        lambda parts: mn.GatedMLP.from_linears(*parts, "gelu"),
+        partial(mn.GatedMLP, 19, 11, "gelu", bias=True),
+        lambda: (nn.Linear(19, 11), nn.Linear(19, 11), nn.Linear(11, 19), "gelu"), mn.GatedMLP.from_linears,
     ),
     "RMSNormLinear": (
-        lambda **own: mn.RMSNormLinear(19, 11, bias=False, eps=1e-4, **own),
-        lambda: (LlamaRMSNorm(19, eps=1e-4), nn.Linear(19, 11, bias=False)), lambda parts: mn.RMSNormLinear.from_modules(*parts),
+        partial(mn.RMSNormLinear, 19, 11, bias=False, eps=1e-4),
+        lambda: (LlamaRMSNorm(19, eps=1e-4), nn.Linear(19, 11, bias=False)), mn.RMSNormLinear.from_modules,
     ),
-    "FP8Linear": (lambda **own: mn.FP8Linear(19, 11, **own), lambda: nn.Linear(19, 11), mn.FP8Linear.from_linear),
-    "Int4Linear": (
-        lambda **own: mn.Int4Linear(19, 11, False, **own), lambda: nn.Linear(19, 11, False), mn.Int4Linear.from_linear,
-    ),
+    "FP8Linear": (partial(mn.FP8Linear, 19, 11), lambda: [nn.Linear(19, 11)], mn.FP8Linear.from_linear),
+    "Int4Linear": (partial(mn.Int4Linear, 19, 11, False), lambda: [nn.Linear(19, 11, False)], mn.Int4Linear.from_linear),
 }  # fmt: skip
 
 
@@ -291,7 +262,7 @@ def test_a_constructor_takes_sizes_and_a_state_dict(name, t):
     """As those of `torch.nn`; then it computes what the module made of modules does. Also without memory, by `assign`. Parameters
     need no gradient, so that a new module runs outside of `no_grad`."""
     make, theirs, convert = MADE[name]
-    expected, x = convert(theirs()), t(3, 19)
+    expected, x = convert(*theirs()), t(3, 19)
     with torch.enable_grad():
         ours = make()
         assert ours(x).isfinite().all()
@@ -305,6 +276,7 @@ def test_a_constructor_takes_sizes_and_a_state_dict(name, t):
 
 
 def test_a_quantized_linear_without_memory_takes_weights_of_16_bits(linear, t):
+    """Catches weights that are assigned without being quantized."""
     theirs, x = linear(19, 11), t(3, 19)
     ours = mn.FP8Linear(19, 11, False, device="meta")
     ours.load_state_dict(theirs.state_dict(), assign=True)
@@ -316,5 +288,4 @@ def test_a_quantized_linear_without_memory_takes_weights_of_16_bits(linear, t):
 def test_a_wrong_size_is_named(kind, size):
     """Catches PyTorch's own errors, or none, where a constructor's size is a tensor or no positive integer."""
     arguments = [size] if kind in ("RMSNorm", "RotaryEmbedding") else [size, 8]
-    with pytest.raises(InputError, match="not a size"):
-        getattr(mn, kind)(*arguments)
+    raises("not a size", getattr(mn, kind), *arguments)

@@ -35,21 +35,21 @@ def test_apply_rotary(B, Nq, Nk, T, D, dtype, t):
     q, k = packed[:, :, :Nq].transpose(1, 2), packed[:, :, Nq : Nq + Nk].transpose(1, 2)
     before = packed.clone()
     for given in ((q, k), (q.contiguous(), k.contiguous())):
-        for found, expected in zip(mn.apply_rotary(*given, cos, sin), apply_rotary_pos_emb(*given, cos, sin), strict=True):
-            assert torch.equal(found, expected)
-            assert found.dtype == dtype
+        for result, expected in zip(mn.apply_rotary(*given, cos, sin), apply_rotary_pos_emb(*given, cos, sin), strict=True):
+            assert torch.equal(result, expected)
+            assert result.dtype == dtype
     swapped = q.transpose(1, 2), k.transpose(1, 2)
     expected = apply_rotary_pos_emb(*swapped, cos, sin, unsqueeze_dim=2)
-    for found, wanted in zip(mn.apply_rotary(*swapped, cos, sin, unsqueeze_dim=2), expected, strict=True):
-        assert torch.equal(found, wanted)
+    for result, wanted in zip(mn.apply_rotary(*swapped, cos, sin, unsqueeze_dim=2), expected, strict=True):
+        assert torch.equal(result, wanted)
     assert torch.equal(packed, before)  # nothing is rotated in place
 
 
 def test_one_table_for_all_sequences(t):
     q, k = t(3, 4, 5, 8), t(3, 2, 5, 8)
     cos, sin = tables(t, 1, 5, 8, torch.float32)
-    for found, expected in zip(mn.apply_rotary(q, k, cos, sin), apply_rotary_pos_emb(q, k, cos, sin), strict=True):
-        assert torch.equal(found, expected)
+    for result, expected in zip(mn.apply_rotary(q, k, cos, sin), apply_rotary_pos_emb(q, k, cos, sin), strict=True):
+        assert torch.equal(result, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -62,8 +62,8 @@ def test_norm_of_heads_then_rotary(dtype, t):
         q, k, (cos, sin) = t(2, 4, 5, 16, dtype=dtype), t(2, 1, 5, 16, dtype=dtype), tables(t, 2, 5, 16, dtype)
         expected = apply_rotary_pos_emb(norms[0](q), norms[1](k), cos, sin)
         weights = [norm.weight for norm in norms]
-        for found, wanted in zip(functional.qk_norm_rope(q, k, cos, sin, *weights, 1e-4), expected, strict=True):
-            torch.testing.assert_close(found, wanted)
+        for result, wanted in zip(functional.qk_norm_rope(q, k, cos, sin, *weights, 1e-4), expected, strict=True):
+            torch.testing.assert_close(result, wanted)
         torch.testing.assert_close(mn.fused_rmsnorm_rope(q, weights[0], 1e-4, cos, sin), expected[0])
 
 
@@ -86,8 +86,8 @@ def test_rotary_embedding(rope, dtype, t):
         ours = mn.RotaryEmbedding.from_module(theirs)
         positions = torch.tensor([[0, 1, 63, 17], [5, 6, 7, 8]])
         x = t(2, 4, 64, dtype=dtype)
-        for found, expected in zip(ours(x, positions), theirs(x, positions), strict=True):
-            assert torch.equal(found, expected)
+        for result, expected in zip(ours(x, positions), theirs(x, positions), strict=True):
+            assert torch.equal(result, expected)
         assert ours.state_dict() == {}
 
 

@@ -33,12 +33,12 @@ def refused(result, *words, code=1):
 
     Uses no `assert`, because python -O removes it in a file that holds no tests.
     """
-    found, out, err = result
-    good = found == code and out == "" and all(word in err for word in words)
+    exit_code, out, err = result
+    good = exit_code == code and out == "" and all(word in err for word in words)
     good &= "Traceback" not in err and not re.search(r"unexpected \w+(Error|Exception)", err)
     good &= err.startswith("minirt: ") and err.count("\n") == 1
     if not good:
-        pytest.fail(f"expected exit code {code} and {words}; found {found}, stdout {out!r}, stderr {err!r}")
+        pytest.fail(f"expected exit code {code} and {words}; found {exit_code}, stdout {out!r}, stderr {err!r}")
 
 
 def start(*arguments, **options):

@@ -5,6 +5,10 @@ from typing import Any
 from minirt.modeling.config import ModelConfig
 
 INNER = {"mistral3": "ministral3", "qwen2_5_vl": "qwen2_5_vl_text", "qwen3_vl": "qwen3_vl_text"}
+DECODER: dict[str, Any] = {
+    "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2,
+    "vocab_size": 131, "max_position_embeddings": 256, "head_dim": 16,
+}  # fmt: skip
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 
 

@@ -81,9 +81,3 @@ def make(case: str, folder: Path, **changes: Any) -> Any:
                 parameter.normal_(0, 1.5 / parameter.shape[-1] ** 0.5)
     model.save_pretrained(folder)
     return model
-
-
-@torch.inference_mode()
-def truth(model: Any, tokens: list[int]) -> torch.Tensor:
-    """transformers' logits [T, V]."""
-    return model(input_ids=torch.tensor([tokens])).logits[0]

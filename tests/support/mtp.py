@@ -37,8 +37,8 @@ def add_mtp(folder: Path, seed: int = 3, scale: float = 1.5) -> None:
     if experts := config.get("num_experts"):
         size, shared = config["moe_intermediate_size"], config["shared_expert_intermediate_size"]
         shapes |= {"mlp.gate": (experts, h), "mlp.shared_expert_gate": (1, h)}
-        for name, own in [*((f"experts.{e}", size) for e in range(experts)), ("shared_expert", shared)]:
-            shapes |= {f"mlp.{name}.{part}_proj": (own, h) for part in ("gate", "up")} | {f"mlp.{name}.down_proj": (h, own)}
+        for name, width in [*((f"experts.{e}", size) for e in range(experts)), ("shared_expert", shared)]:
+            shapes |= {f"mlp.{name}.{part}_proj": (width, h) for part in ("gate", "up")} | {f"mlp.{name}.down_proj": (h, width)}
     else:
         size = config["intermediate_size"]
         shapes |= {"mlp.gate_proj": (size, h), "mlp.up_proj": (size, h), "mlp.down_proj": (h, size)}
@@ -53,12 +53,12 @@ def add_mtp(folder: Path, seed: int = 3, scale: float = 1.5) -> None:
 
 def make(folder: Path, case: str = "dense", **changes: Any) -> Any:
     """Write a model with `mtp.*`, and return transformers' one. `case`: "dense", or one of `support.hybrids.CASES`."""
-    config_class, model_class, own = "Qwen3_5TextConfig", "Qwen3_5ForCausalLM", DENSE
+    config_class, model_class, settings = "Qwen3_5TextConfig", "Qwen3_5ForCausalLM", DENSE
     if case != "dense":
-        config_class, model_class, own = CASES[case]
-        own = TEXT | own
+        config_class, model_class, settings = CASES[case]
+        settings = TEXT | settings
     torch.manual_seed(len(case))
-    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**own | changes)).eval()
+    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**settings | changes)).eval()
     randomize(model)
     model.save_pretrained(folder)
     add_mtp(folder)
@@ -90,7 +90,7 @@ class Reference:
 
     def __init__(self, folder: Path, model: Any, ids: list[int] | None = None) -> None:
         self.config, self.model = json.loads((folder / "config.json").read_text()), model
-        self.weights = {name: own.float() for name, own in load_file(folder / "model.safetensors").items()}
+        self.weights = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
         self.embedding = self.weights["model.embed_tokens.weight"]
         self.head = self.weights.get("lm_head.weight", self.embedding)
         self.ids = torch.tensor(ids if ids is not None else range(len(self.head)))
@@ -121,8 +121,8 @@ class Reference:
         h = self.norm(x, "layers.0.input_layernorm")
         q, gate = self.linear(h, "layers.0.self_attn.q_proj").view(count, heads, 2, d).unbind(2)
         k, v = (self.linear(h, f"layers.0.self_attn.{n}_proj").view(count, kv, d) for n in "kv")
-        q, k = (self.rope(self.norm(own, f"layers.0.self_attn.{n}_norm")) for own, n in ((q, "q"), (k, "k")))
-        k, v = (own.repeat_interleave(heads // kv, 1) for own in (k, v))
+        q, k = (self.rope(self.norm(part, f"layers.0.self_attn.{n}_norm")) for part, n in ((q, "q"), (k, "k")))
+        k, v = (part.repeat_interleave(heads // kv, 1) for part in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * d**-0.5
         scores = scores.masked_fill(torch.ones(count, count).triu(1).bool(), float("-inf"))
         a = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v) * gate.sigmoid()
@@ -141,17 +141,17 @@ class Reference:
     def logits(self, tokens: list[int], drafts: list[int]) -> list[torch.Tensor]:
         """The logits [ids] of each draft after `tokens`, of which the last one is the next token, and after the drafts before."""
         states = self.model.model(input_ids=torch.tensor([tokens[:-1]])).last_hidden_state[0].float()
-        following, found = list(tokens[1:]), list[torch.Tensor]()
+        following, results = list(tokens[1:]), list[torch.Tensor]()
         for draft in drafts:
             token = self.norm(self.embedding[torch.tensor(following)], "pre_fc_norm_embedding")
             both = torch.cat((token, self.norm(states, "pre_fc_norm_hidden")), -1)
             last = self.norm(self.block(self.linear(both, "fc")), "norm")[-1:]
-            found.append(last[0] @ self.head[self.ids].T)
+            results.append(last[0] @ self.head[self.ids].T)
             following.append(draft)
             states = torch.cat((states, last))
-        return found
+        return results
 
     def check(self, tokens: list[int], drafts: list[int]) -> None:
         """Drafts after `tokens`, of which the last one is the next token, are the reference's, but for rounding."""
-        for own, draft in zip(self.logits(tokens, drafts), drafts, strict=True):
-            assert own[(self.ids == draft).nonzero()].item() >= own.max() - 1e-3
+        for row, draft in zip(self.logits(tokens, drafts), drafts, strict=True):
+            assert row[(self.ids == draft).nonzero()].item() >= row.max() - 1e-3

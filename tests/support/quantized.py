@@ -47,7 +47,7 @@ def per_block(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tenso
     return _round(weight, wide), scale, wide
 
 
-def _compressed(weights: dict[str, Any], inputs: dict[str, Any] | None, ignore: list[str], **more: Any) -> dict[str, Any]:
+def _compressed(weights: dict[str, Any], inputs: dict[str, Any] | None, ignore: list[str], **changes: Any) -> dict[str, Any]:
     fp8 = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": None, "block_structure": None, "observer": "minmax"}
     group = {"targets": ["Linear"], "weights": fp8 | {"dynamic": False} | weights, "output_activations": None}
     group["input_activations"] = inputs and fp8 | inputs
@@ -55,7 +55,7 @@ def _compressed(weights: dict[str, Any], inputs: dict[str, Any] | None, ignore: 
         "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}, "ignore": ignore,
         "kv_cache_scheme": None, "quantization_status": "compressed", "global_compression_ratio": 1.5, "sparsity_config": {},
         "transform_config": {}, "version": "0.12.2",
-    } | more  # fmt: skip
+    } | changes  # fmt: skip
 
 
 TOKEN = {"strategy": "token", "dynamic": True}
@@ -83,13 +83,13 @@ class Style:
 
 
 def _modelopt(algorithm: str) -> Callable[[list[str]], dict[str, Any]]:
-    own = {"quant_method": "modelopt", "quant_algo": algorithm, "producer": {"name": "modelopt"}}
-    return lambda ignore: own | {"ignore": ignore}
+    stated = {"quant_method": "modelopt", "quant_algo": algorithm, "producer": {"name": "modelopt"}}
+    return lambda ignore: stated | {"ignore": ignore}
 
 
 def _nested(ignore: list[str]) -> dict[str, Any]:
-    own = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ignore}
-    return {"producer": {"name": "modelopt", "version": "0.40.0"}, "quantization": own}
+    stated = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ignore}
+    return {"producer": {"name": "modelopt", "version": "0.40.0"}, "quantization": stated}
 
 
 STYLES: dict[str, Style] = {
@@ -135,7 +135,7 @@ def write(
         shards: how many files hold the tensors.
         linears: how the names of the weights of linears end.
     """
-    own, result = STYLES[style], Written(folder)
+    form, result = STYLES[style], Written(folder)
     folder.mkdir(parents=True, exist_ok=True)
     skipped = []
     for name, tensor in load_file(source / "model.safetensors").items():
@@ -144,22 +144,22 @@ def write(
             skipped += [module] if name.endswith(linears) else []
             result.tensors[name], result.exact[name] = tensor, tensor.double()
             continue
-        values, scale, factor = own.quantize(tensor.float(), own.dtype)
-        result.tensors |= {name: values, f"{module}.{own.scale}": own.shape(scale).contiguous()}
+        values, scale, factor = form.quantize(tensor.float(), form.dtype)
+        result.tensors |= {name: values, f"{module}.{form.scale}": form.shape(scale).contiguous()}
         result.exact[name] = values.double() * factor.double()
-        if own.inputs:
-            result.tensors[f"{module}.input_scale"] = torch.tensor(0.02).reshape(() if own.kv else (1,))
-        if own.kv and module.endswith(("k_proj", "v_proj")):
+        if form.inputs:
+            result.tensors[f"{module}.input_scale"] = torch.tensor(0.02).reshape(() if form.kv else (1,))
+        if form.kv and module.endswith(("k_proj", "v_proj")):
             result.tensors[f"{module}.{module[-6]}_scale"] = torch.tensor(0.5)
     for file in source.iterdir():
         if file.suffix in (".json", ".jinja") and file.name != "config.json":
             (folder / file.name).write_bytes(file.read_bytes())
     config = json.loads((source / "config.json").read_text())
-    stated = own.config(skipped if listed else [])
+    stated = form.config(skipped if listed else [])
     config |= {} if stated is None else {"quantization_config": stated}
     (folder / "config.json").write_text(json.dumps(config))
-    if own.hf:
-        (folder / "hf_quant_config.json").write_text(json.dumps(own.hf(skipped if listed else [])))
+    if form.hf:
+        (folder / "hf_quant_config.json").write_text(json.dumps(form.hf(skipped if listed else [])))
     save(result, shards)
     return result
 
@@ -177,3 +177,11 @@ def save(written: Written, shards: int = 1) -> None:
     (written.folder / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {"total_size": total}, "weight_map": files})
     )
+
+
+def write_changed(write, plain, target, style, change=lambda tensors: None, **options):
+    """Write the model `plain` in a style of `write`, with tensors that are changed before they are saved."""
+    written = write(plain, target, style, **options)
+    change(written.tensors)
+    save(written, options.get("shards", 1))
+    return written

@@ -39,14 +39,14 @@ def quantize(weight: Tensor, group: int, symmetric: bool, dtype: torch.dtype) ->
     codes, zero, scale = np.zeros((n, k), np.int64), np.zeros((n, groups), np.int64), torch.zeros(n, groups, dtype=dtype)
     exact = torch.zeros(n, k, dtype=torch.float64)
     for i in range(groups):
-        own = slice(i * g, min((i + 1) * g, k))
-        part = weight[:, own].double()
+        columns = slice(i * g, min((i + 1) * g, k))
+        part = weight[:, columns].double()
         low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
         factor = (part.abs().amax(1) / 7.5 if symmetric else (high - low) / 15).clamp(min=1e-4).to(dtype)
         z = torch.full((n,), 8.0, dtype=torch.float64) if symmetric else (-low / factor.double()).round().clamp(0, 14)
         q = (part / factor.double()[:, None] + z[:, None]).round().clamp(0, 15)
-        codes[:, own], zero[:, i], scale[:, i] = q.long().numpy(), z.long().numpy(), factor
-        exact[:, own] = (q - z[:, None]) * factor.double()[:, None]
+        codes[:, columns], zero[:, i], scale[:, i] = q.long().numpy(), z.long().numpy(), factor
+        exact[:, columns] = (q - z[:, None]) * factor.double()[:, None]
     return Quantized(codes, scale, zero, exact, g)
 
 
@@ -62,8 +62,8 @@ def words(nibbles: np.ndarray, order: tuple[int, ...] = tuple(range(8))) -> Tens
 
 def packed(q: Quantized, symmetric: bool) -> dict[str, Tensor]:
     """compressed-tensors: columns in words, zero points along the rows."""
-    own = {"weight_packed": words(q.codes), "weight_scale": q.scale, "weight_shape": torch.tensor(q.codes.shape)}
-    return own if symmetric else own | {"weight_zero_point": words(q.zero.T).T.contiguous()}
+    tensors = {"weight_packed": words(q.codes), "weight_scale": q.scale, "weight_shape": torch.tensor(q.codes.shape)}
+    return tensors if symmetric else tensors | {"weight_zero_point": words(q.zero.T).T.contiguous()}
 
 
 def gptq(q: Quantized, symmetric: bool, offset: int = 1) -> dict[str, Tensor]:
@@ -95,19 +95,19 @@ def dequantized(tensors: dict[str, Tensor], zero_offset: int | None = 1) -> dict
     plain = {}
     for name, tensor in tensors.items():
         module, _, last = name.rpartition(".")
-        own = {end: tensors.get(f"{module}.{end}") for end in ("scales", "qzeros", "weight_scale", "weight_zero_point")}
+        parts = {end: tensors.get(f"{module}.{end}") for end in ("scales", "qzeros", "weight_scale", "weight_zero_point")}
         if last == "weight_packed":
             n, k = tensors[f"{module}.weight_shape"].tolist()
-            zeros = own["weight_zero_point"]
+            zeros = parts["weight_zero_point"]
             zero = np.full((n, 1), 8) if zeros is None else codes(zeros.T).T[:n]
-            weight = (codes(tensor)[:, :k].astype(np.int64) - zero) * own["weight_scale"].float().reshape(n, 1).numpy()
+            weight = (codes(tensor)[:, :k].astype(np.int64) - zero) * parts["weight_scale"].float().reshape(n, 1).numpy()
         elif last == "qweight":
-            n, order = own["scales"].shape[1], AWQ_ORDER if zero_offset is None else tuple(range(8))
-            zero = codes(own["qzeros"], order)[0, :n].astype(np.int64) + (zero_offset or 0)
+            n, order = parts["scales"].shape[1], AWQ_ORDER if zero_offset is None else tuple(range(8))
+            zero = codes(parts["qzeros"], order)[0, :n].astype(np.int64) + (zero_offset or 0)
             q = codes(tensor, order)[:, :n].T if zero_offset is None else codes(tensor.T)
-            weight = (q.astype(np.int64) - zero[:, None]) * own["scales"].float().reshape(n, 1).numpy()
+            weight = (q.astype(np.int64) - zero[:, None]) * parts["scales"].float().reshape(n, 1).numpy()
         else:
-            if last not in (*own, "weight_shape", "g_idx"):
+            if last not in (*parts, "weight_shape", "g_idx"):
                 plain[name] = tensor
             continue
         plain[f"{module}.weight"] = torch.from_numpy(weight).float()
@@ -130,21 +130,21 @@ def _compressed(group: int, symmetric: bool = True) -> Callable[[list[str]], dic
         "num_bits": 4, "type": "int", "symmetric": symmetric, "strategy": "channel" if group == -1 else "group", "actorder": None,
         "group_size": None if group == -1 else group, "dynamic": False, "observer": "minmax", "block_structure": None,
     }  # fmt: skip
-    own = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    group_0 = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return lambda ignore: {
-        "quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": own}, "ignore": ignore,
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group_0}, "ignore": ignore,
         "kv_cache_scheme": None, "quantization_status": "compressed", "sparsity_config": {}, "transform_config": {},
     }  # fmt: skip
 
 
-def _gptq(group: int, sym: bool = True, **more: Any) -> Callable[[list[str]], dict[str, Any]]:
-    own = {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": False, "sym": sym, "lm_head": False} | more
-    return lambda ignore: own | {"dynamic": {f"-:{name}$": {} for name in ignore if name != "lm_head"}}
+def _gptq(group: int, sym: bool = True, **changes: Any) -> Callable[[list[str]], dict[str, Any]]:
+    fields = {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": False, "sym": sym, "lm_head": False} | changes
+    return lambda ignore: fields | {"dynamic": {f"-:{name}$": {} for name in ignore if name != "lm_head"}}
 
 
 def _awq(group: int) -> Callable[[list[str]], dict[str, Any]]:
-    own = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm", "backend": "autoawq"}
-    return lambda ignore: own | {"modules_to_not_convert": [name for name in ignore if name != "lm_head"] or None}
+    fields = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm", "backend": "autoawq"}
+    return lambda ignore: fields | {"modules_to_not_convert": [name for name in ignore if name != "lm_head"] or None}
 
 
 STYLES: dict[str, Style] = {
@@ -169,7 +169,7 @@ def write(
 
     `linears`: how the names of the weights of linears end.
     """
-    own, result, skipped = STYLES[style], Written(folder), []
+    form, result, skipped = STYLES[style], Written(folder), []
     folder.mkdir(parents=True, exist_ok=True)
     for name, tensor in load_file(source / "model.safetensors").items():
         module = name.removesuffix(".weight")
@@ -178,13 +178,13 @@ def write(
             skipped += [module] if linear else []
             result.tensors[name], result.exact[name] = tensor, tensor.double()
             continue
-        q = quantize(tensor, own.group, own.symmetric, own.dtype)
-        result.tensors |= {f"{module}.{last}": value for last, value in own.tensors(q, own.symmetric).items()}
+        q = quantize(tensor, form.group, form.symmetric, form.dtype)
+        result.tensors |= {f"{module}.{last}": value for last, value in form.tensors(q, form.symmetric).items()}
         result.exact[name] = q.exact
     for file in source.iterdir():
         if file.suffix in (".json", ".jinja") and file.name != "config.json":
             (folder / file.name).write_bytes(file.read_bytes())
-    config = json.loads((source / "config.json").read_text()) | {"quantization_config": own.config(skipped)}
+    config = json.loads((source / "config.json").read_text()) | {"quantization_config": form.config(skipped)}
     (folder / "config.json").write_text(json.dumps(config))
     save(result, shards)
     return result

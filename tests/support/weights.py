@@ -1,11 +1,23 @@
-"""`loads_alike`: whether a checkpoint gives the same weights on a GPU as on the CPU, which pins no buffer and runs no kernel."""
+"""`InBlocks`: a choice of formats. `loads_alike`: whether a checkpoint gives the same weights on a GPU as on the CPU.
+
+The CPU pins no buffer and runs no kernel.
+"""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from minirt import LoadOptions
 from minirt.loading.load import load
+from minirt.modeling.formats import FormatChoice, StoredFp8Blocks
+
+
+class InBlocks(FormatChoice):
+    """Every linear but the head in FP8, with a scale for each block of 128 × 128."""
+
+    def format_of(self, modules: Any, *, head: bool, tied: bool) -> StoredFp8Blocks | None:
+        return None if head else StoredFp8Blocks()
 
 
 def loads_alike(folder: Path, quantization: str | None = None) -> int:

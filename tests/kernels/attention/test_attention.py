@@ -59,8 +59,8 @@ def test_few_new_tokens_have_one_kernel(make, cache, nan, device, monkeypatch):
     """Catches drafts that are computed as prompts, or twice, and a kernel that combines where there is nothing to combine."""
     ran = []
 
-    def record(name, own):
-        return lambda a, *rest: ran.append(name) or own(a, *rest)
+    def record(name, function):
+        return lambda a, *rest: ran.append(name) or function(a, *rest)
 
     for name in ("_few", "_decode", "_prefill", "combine"):
         monkeypatch.setattr(dispatch, name, record(name, getattr(dispatch, name)))

@@ -79,9 +79,9 @@ def test_rows_of_raw_heads_may_lie_apart(name):
     (regime,) = (regime for regime in DECODE if regime.kernel == name)
     a = least(regime.limits)
     width = a.heads.shape[1]
-    for more in (0, 8, 4, 1):
-        heads = torch.empty(2, width + more, dtype=a.heads.dtype)[:1, :width]
-        assert regime.accepts(a._replace(heads=heads)) == (more % 8 == 0)
+    for extra in (0, 8, 4, 1):
+        heads = torch.empty(2, width + extra, dtype=a.heads.dtype)[:1, :width]
+        assert regime.accepts(a._replace(heads=heads)) == (extra % 8 == 0)
 
 
 def test_the_queries_of_a_tile():
@@ -150,6 +150,7 @@ def steps(table, kernel, q, kv, tables, new, split, device, nan):
 GENERIC = [(name, stored) for name in TABLES for stored in FORMATS]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "stored"), GENERIC)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="in the interpreter")
 def test_the_largest_and_the_smallest_within_the_limits_are_computed(name, stored, make, cache, cache8, nan, device):
@@ -165,6 +166,7 @@ def test_the_largest_and_the_smallest_within_the_limits_are_computed(name, store
         assert ((out[0] - truth).norm() / truth.norm()).item() < 5e-3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "stored"), GENERIC)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="in the interpreter")
 def test_whether_the_order_depends_on_the_step(name, stored, make, cache, cache8, nan, device):
@@ -173,15 +175,16 @@ def test_whether_the_order_depends_on_the_step(name, stored, make, cache, cache8
     table = TABLES[name]
     regime = table[-1]
     few = {"decode": [1], "few": [2], "prefill": [1], "partial": [2]}[name]
-    more = [few * 3, few * 34] if name == "decode" else [[*few, 5, 3], few * 3, [few[0] + 5], [few[0] + 20]]
-    more = [[2, 8, 3], [2] * 3, [7]] if name == "few" else more
+    others = [few * 3, few * 34] if name == "decode" else [[*few, 5, 3], few * 3, [few[0] + 5], [few[0] + 20]]
+    others = [[2, 8, 3], [2] * 3, [7]] if name == "few" else others
     q, kv, tables, _ = case(stored, 64, 3, 16, make, cache, cache8, 34)
     expected = steps(table, regime, q, kv, tables, few, 64, device, nan)[-1]
     assert expected.isfinite().all()
-    found = [torch.equal(steps(table, regime, q, kv, tables, new, 64, device, nan)[-1], expected) for new in more]
-    assert all(found) != regime.sums.by_tokens, found
+    same = [torch.equal(steps(table, regime, q, kv, tables, new, 64, device, nan)[-1], expected) for new in others]
+    assert all(same) != regime.sums.by_tokens, same
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="in the interpreter")
 def test_rope_and_write_within_their_limits(stored, make, device):
@@ -193,18 +196,18 @@ def test_rope_and_write_within_their_limits(stored, make, device):
         assert (limits.raw, limits.formats, regime.sums.by_tokens) == (True, FORMATS, False)
         for D in limits.head_dims[::3]:  # 64, one that is padded, 256
             heads, norm = make(regime.first + 5, 20 * D, dtype=dtype), make(D, dtype=dtype)
-            cos_sin, found = make(1, D, dtype=torch.float32), []
+            cos_sin, results = make(1, D, dtype=torch.float32), []
             for T in (regime.first, regime.first + 5):
                 kept = torch.float8_e4m3fn if "fp8" in stored else dtype
                 k, v = (torch.zeros(T, limits.page_size, 1, D, dtype=kept, device=device) for _ in range(2))
                 scales = [torch.zeros(T, limits.page_size, 1, device=device) if "fp8" in stored else None for _ in range(2)]
-                where, zeros = torch.arange(T, device=device), torch.zeros(T, dtype=torch.int64, device=device)
+                slots, zeros = torch.arange(T, device=device), torch.zeros(T, dtype=torch.int64, device=device)
                 q = rope_write.qk_norm_rope_kv_write(
-                    heads[:T], cos_sin, zeros, where, k, v, 18, 1, norm, norm, k_scales=scales[0], v_scales=scales[1]
+                    heads[:T], cos_sin, zeros, slots, k, v, 18, 1, norm, norm, k_scales=scales[0], v_scales=scales[1]
                 )
                 assert q.isfinite().all()
-                found.append([x[0].float() for x in (q, k, v, *scales) if x is not None])
-            assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+                results.append([x[0].float() for x in (q, k, v, *scales) if x is not None])
+            assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
         wrong = torch.zeros(1, 1, 1, 32, dtype=dtype)
         with pytest.raises(InputError, match="unsupported head size"):
-            rope_write.qk_norm_rope_kv_write(torch.zeros(1, 96, dtype=dtype), cos_sin, where[:1], where[:1], wrong, wrong, 1, 1)
+            rope_write.qk_norm_rope_kv_write(torch.zeros(1, 96, dtype=dtype), cos_sin, slots[:1], slots[:1], wrong, wrong, 1, 1)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.decode import LARGE, SM_COUNTS, decode64, plan, use_sms
+from support.raising import raises
 
 from minirt.errors import InputError
 from minirt.kernels import reference
@@ -46,8 +47,8 @@ def check_fused(case, normalize, dtype, make, cache, nan, agrees, device):
     qkv, cos_sin = make(B, (Nq + 2 * Nkv) * D, dtype=dtype), make(max(lens), D, dtype=torch.float32)
     q_norm, k_norm = (make(D, dtype=dtype), make(D, dtype=dtype)) if normalize else (None, None)
     positions = (pages.lens.long() - 1).clamp_min(0)
-    where = pages.tables.gather(1, positions.unsqueeze(1) // page_size).squeeze(1) * page_size + positions % page_size
-    slots = where.where(pages.lens > 0, -1)
+    places = pages.tables.gather(1, positions.unsqueeze(1) // page_size).squeeze(1) * page_size + positions % page_size
+    slots = places.where(pages.lens > 0, -1)
     k, v, scale = pages.k.clone(), pages.v.clone(), 1.3 * D**-0.5
     q = kv_write.qk_norm_rope_kv_write(qkv, cos_sin, positions, slots, k, v, Nq, Nkv, q_norm, k_norm, 1e-5)
     starts, most, workspace = plan(lens, split, Nq, D, device)
@@ -149,17 +150,13 @@ def test_wrong_arguments_are_named(make, cache, device):
     starts = torch.tensor([0, 4], dtype=torch.int32, device=device)
     q = make(1, 2, 64, dtype=torch.float32)
     rest = (pages.k, pages.v, pages.tables, pages.lens, starts, 4, 1.0, workspace)
-    with pytest.raises(InputError, match=r"num_floats: too small; expected at least 528; found 100"):
-        dispatch.paged_attention_decode(q, *rest, split=64)
+    raises(r"num_floats: too small; expected at least 528; found 100", dispatch.paged_attention_decode, q, *rest, split=64)
     for split in (96, 32, 2048):
         with pytest.raises(InputError, match=f"split: not a power of two from 64 to 1024; found {split}"):
             dispatch.paged_attention_decode(q, *rest, split=split)
-    with pytest.raises(InputError, match="seq_lens: wrong shape"):
-        dispatch.paged_attention_decode(q.repeat(2, 1, 1), *rest)
-    with pytest.raises(InputError, match="split_starts: wrong shape"):
-        dispatch.paged_attention_decode(q, *rest[:4], starts[:1], *rest[5:])
-    with pytest.raises(InputError, match="split_starts: wrong dtype"):
-        dispatch.paged_attention_decode(q, *rest[:4], starts.long(), *rest[5:])
+    raises("seq_lens: wrong shape", dispatch.paged_attention_decode, q.repeat(2, 1, 1), *rest)
+    raises("split_starts: wrong shape", dispatch.paged_attention_decode, q, *rest[:4], starts[:1], *rest[5:])
+    raises("split_starts: wrong dtype", dispatch.paged_attention_decode, q, *rest[:4], starts.long(), *rest[5:])
     with pytest.raises(InputError, match="qkv: wrong shape"):
         dispatch.rope_paged_attention_decode(
             make(1, 64, dtype=torch.float32), make(200, 64, dtype=torch.float32), *rest, 2
@@ -203,10 +200,8 @@ def test_the_batch_changes_no_bit_on_the_gpu(fp8, Nq, Nkv, D, make, cache, cache
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", [True, False])
-def test_same_bits_every_time_also_with_pdl(fused, make, cache, device, repeats):
+def test_same_bits_every_time_also_with_pdl(fused, with_pdl, make, cache, device, repeats):
     """A chain through the pages of 8 layers, in which each kernel reads what the one before wrote, and none comes to rest."""
-    if torch.cuda.get_device_capability()[0] < 9:
-        pytest.skip("PDL needs sm_90")
     lens = [3000]
     layers = [cache(lens, 4, 128, 64, torch.bfloat16) for _ in range(8)]
     starts, most, workspace = plan(lens, 256, 28, 128, device, spare=100)

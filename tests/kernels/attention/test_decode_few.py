@@ -18,8 +18,8 @@ from minirt.kernels.launch import Workspace
 def run(q, pages, lens, new, split, scale, out, rows=None, **options):
     """`paged_attention_decode_few` of the sequences `rows` of `pages` (all by default), with a workspace of NaN."""
     rows = list(range(len(lens))) if rows is None else rows
-    own, device = [lens[i] for i in rows], q.device
-    starts, most, workspace = plan(own, split, q.shape[1], q.shape[2], device, spare=3)
+    lengths, device = [lens[i] for i in rows], q.device
+    starts, most, workspace = plan(lengths, split, q.shape[1], q.shape[2], device, spare=3)
     workspace.reserve(kernel.workspace_floats(most, *q.shape[1:]))
     workspace.sums(0).fill_(torch.nan)
     firsts = torch.tensor(list(itertools.accumulate((new[i] for i in rows), initial=0)), dtype=torch.int32, device=device)
@@ -70,22 +70,22 @@ def test_nan_stays_in_its_sequence(make, cache, nan):
     pages, q = cache(lens, 1, 64, 16, torch.float32), make(sum(new), 3, 64, dtype=torch.float32)
     clean = run(q, pages, lens, new, 64, 0.2, nan(*q.shape, dtype=q.dtype))
     for b, rows in enumerate((slice(0, 3), slice(3, 8), slice(8, 10))):
-        bad, own = q.clone(), pages._replace(k=pages.k.clone(), v=pages.v.clone())
+        bad, spoiled = q.clone(), pages._replace(k=pages.k.clone(), v=pages.v.clone())
         bad[rows] = torch.nan
-        for x in (own.k, own.v):
+        for x in (spoiled.k, spoiled.v):
             x[pages.tables[b, : -(-lens[b] // 16)].long()] = torch.nan
-        found = run(bad, own, lens, new, 64, 0.2, nan(*q.shape, dtype=q.dtype))
+        result = run(bad, spoiled, lens, new, 64, 0.2, nan(*q.shape, dtype=q.dtype))
         others = torch.ones(len(q), dtype=torch.bool)
         others[rows] = False
-        assert torch.equal(found[others], clean[others])
-        assert found[rows].isnan().all()
+        assert torch.equal(result[others], clean[others])
+        assert result[rows].isnan().all()
 
 
 def test_wrong_arguments_are_named(make, cache, nan):
     pages, q = cache([70], 1, 64, 16, torch.float32), make(5, 2, 64, dtype=torch.float32)
     for bound in (0, 9, None):
-        found = "" if bound is None else f"; found {bound}"
-        with pytest.raises(InputError, match=f"max_query_len: .* expected a bound from 1 to 8{found}"):
+        ending = "" if bound is None else f"; found {bound}"
+        with pytest.raises(InputError, match=f"max_query_len: .* expected a bound from 1 to 8{ending}"):
             run(q, pages, [70], [5], 64, 0.2, None, max_query_len=bound)
     with pytest.raises(InputError, match="split: not a power of two"):
         run(q, pages, [70], [5], 96, 0.2, None)

@@ -89,23 +89,23 @@ def test_fp8_pages(case, normalize, dtype, make, nan, device):
     out = kernel.qk_norm_rope_kv_write(*args, *fp8, Nq, Nkv, *norms, EPS, k_scales=scales[0], v_scales=scales[1])
     assert torch.equal(out.nan_to_num(7), q.nan_to_num(7))
     kept = slots[slots >= 0]
-    for found, found_scales, source in zip(pages, scales, wide, strict=True):
-        values, own = reference.quantize_fp8(source.view(-1, Nkv, D)[kept])
-        stored = found.view(torch.float8_e4m3fn).view(-1, Nkv, D)[kept].float()
+    for codes_of_page, stored_scales, source in zip(pages, scales, wide, strict=True):
+        values, right_scales = reference.quantize_fp8(source.view(-1, Nkv, D)[kept])
+        stored = codes_of_page.view(torch.float8_e4m3fn).view(-1, Nkv, D)[kept].float()
         values = values.float()
         assert torch.equal(stored.isnan(), values.isnan())
         if source is wide[1]:
             assert torch.equal(stored.nan_to_num(0), values.nan_to_num(0))
-            assert torch.equal(found_scales.view(-1, Nkv)[kept], own)
+            assert torch.equal(stored_scales.view(-1, Nkv)[kept], right_scales)
         else:  # the compiler may fuse the rotation's products and sums otherwise: a value may round to its neighbour
             wrong = (stored - values).abs().nan_to_num(0)
             assert (wrong <= values.abs().nan_to_num(0) / 8 + 2**-9).all()
             assert (wrong > 0).float().mean() < 0.01
-            torch.testing.assert_close(found_scales.view(-1, Nkv)[kept], own, rtol=2 * torch.finfo(dtype).eps, atol=0)
+            torch.testing.assert_close(stored_scales.view(-1, Nkv)[kept], right_scales, rtol=2 * torch.finfo(dtype).eps, atol=0)
         untouched = torch.ones(3 * page_size, dtype=torch.bool, device=device)
         untouched[kept] = False
-        assert found_scales.view(-1, Nkv)[untouched].isnan().all()
-        assert (found.view(-1, Nkv, D)[untouched] == 0x7F).all()
+        assert stored_scales.view(-1, Nkv)[untouched].isnan().all()
+        assert (codes_of_page.view(-1, Nkv, D)[untouched] == 0x7F).all()
 
 
 def test_every_e4m3_value_and_tie(make, device):
@@ -120,9 +120,9 @@ def test_every_e4m3_value_and_tie(make, device):
     qkv = torch.cat((torch.zeros(T, 128, device=device), v), 1)
     pages = torch.zeros(2, 1, 32, 1, 64, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
     scales = torch.zeros(2, 1, 32, 1, device=device)
-    where = torch.arange(T, device=device)
+    slots = torch.arange(T, device=device)
     kernel.qk_norm_rope_kv_write(
-        qkv, table(T, 64, device), where, where, pages[0], pages[1], 1, 1, k_scales=scales[0], v_scales=scales[1]
+        qkv, table(T, 64, device), slots, slots, pages[0], pages[1], 1, 1, k_scales=scales[0], v_scales=scales[1]
     )
     assert (scales[1, 0, :T] == 1).all()
     assert torch.equal(pages[1].view(32, 64)[:T].float(), v.to(torch.float8_e4m3fn).float())
@@ -131,18 +131,18 @@ def test_every_e4m3_value_and_tie(make, device):
 def test_no_tokens_and_wrong_arguments(make, device):
     qkv, cos_sin = make(2, 4 * 64, dtype=torch.float32), table(9, 64, device)
     pages = make(1, 16, 1, 64, dtype=torch.float32)
-    where = torch.arange(2, device=device)
-    assert kernel.qk_norm_rope_kv_write(qkv[:0], cos_sin, where[:0], where[:0], pages, pages, 2, 1).shape == (0, 2, 64)
+    slots = torch.arange(2, device=device)
+    assert kernel.qk_norm_rope_kv_write(qkv[:0], cos_sin, slots[:0], slots[:0], pages, pages, 2, 1).shape == (0, 2, 64)
     with pytest.raises(InputError, match="slots: wrong dtype"):
-        kernel.qk_norm_rope_kv_write(qkv, cos_sin, where, where.int(), pages, pages, 2, 1)
+        kernel.qk_norm_rope_kv_write(qkv, cos_sin, slots, slots.int(), pages, pages, 2, 1)
     with pytest.raises(InputError, match="qkv: wrong shape"):
-        kernel.qk_norm_rope_kv_write(qkv, cos_sin, where, where, pages, pages, 3, 1)
+        kernel.qk_norm_rope_kv_write(qkv, cos_sin, slots, slots, pages, pages, 3, 1)
     scales = torch.ones(1, 16, 1, device=device)
     with pytest.raises(InputError, match=r"k_pages: wrong dtype; expected torch\.float8_e4m3fn"):
-        kernel.qk_norm_rope_kv_write(qkv, cos_sin, where, where, pages, pages, 2, 1, k_scales=scales, v_scales=scales)
+        kernel.qk_norm_rope_kv_write(qkv, cos_sin, slots, slots, pages, pages, 2, 1, k_scales=scales, v_scales=scales)
     narrow = make(1, 16, 1, 32, dtype=torch.float32)
     with pytest.raises(InputError, match="unsupported head size; expected one of 64, 80, 96, 112, 128, 192, 256; found 32"):
-        kernel.qk_norm_rope_kv_write(qkv, cos_sin, where, where, narrow, narrow, 2, 1)
+        kernel.qk_norm_rope_kv_write(qkv, cos_sin, slots, slots, narrow, narrow, 2, 1)
 
 
 @pytest.mark.gpu

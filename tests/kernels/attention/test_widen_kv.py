@@ -10,8 +10,7 @@ from minirt.kernels.attention import widen_kv
 from minirt.kernels.attention.operands import AttentionInput, KVPages, Scores, Sequences
 
 
-@pytest.mark.parametrize("split", [256, 64])
-@pytest.mark.parametrize("sms", [1, 132])
+@pytest.mark.parametrize(("split", "sms"), [(256, 1), (64, 132)])
 @pytest.mark.parametrize("chunks", [False, True])
 @pytest.mark.parametrize("case", widen_kv.CASES, ids=str)
 def test_copies(case, chunks, sms, split, dtype, cache8, device, monkeypatch):
@@ -33,10 +32,10 @@ def test_copies(case, chunks, sms, split, dtype, cache8, device, monkeypatch):
         in_parts = chunks and 2 <= new <= 256 and total >= 2 * max(split, split // 4 << (new - 1).bit_length())
         if new < max(1, shortest) or in_parts:
             continue
-        own = tables[b, : -(-total // page_size)].tolist()
-        numbers += own
+        pages = tables[b, : -(-total // page_size)].tolist()
+        numbers += pages
         for wide, exact in ((k, kv.keys[b]), (v, kv.values[b])):
-            got = wide[torch.tensor(own, device=device)].flatten(0, 1)[:total]
+            got = wide[torch.tensor(pages, device=device)].flatten(0, 1)[:total]
             assert torch.equal(got, exact.float().to(dtype))
     assert numbers == list(range(len(numbers))), "every page once, in order"
     assert len(numbers) <= k.shape[0]

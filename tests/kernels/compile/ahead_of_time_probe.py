@@ -111,9 +111,9 @@ def overlapping(action) -> list[int]:
     """
     counts, left, entered = [], threading.Event(), threading.Event()
 
-    def count(where=lambda work: work()) -> None:
+    def count(run=lambda work: work()) -> None:
         before = len(launched)
-        where(action)
+        run(action)
         counts.append(len(launched) - before)
 
     def other() -> None:

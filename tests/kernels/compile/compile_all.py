@@ -18,6 +18,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
+from minirt.engine.logits_processors import LogitsProcessors, Rules
+from minirt.engine.logprobs import token_logprobs
 from minirt.kernels import embedding, launch, norm, rope
 from minirt.kernels.attention import dispatch as attention
 from minirt.kernels.attention import rope_write as kv_write
@@ -31,7 +33,9 @@ from minirt.kernels.moe import dispatch as moe
 from minirt.kernels.moe import experts_sm90, route
 from minirt.kernels.moe.mixture import SharedOutput
 from minirt.kernels.reference import SharedExpert, computes_shared
+from minirt.kernels.sampling import sample
 from minirt.kernels.sampling.batch import DTYPES, SamplingBatch
+from minirt.kernels.sampling.filters import SamplingWorkspace
 from minirt.kernels.speculative import draft_model, ngram
 from minirt.kernels.speculative.draft_input import draft_input
 from minirt.kernels.speculative.draft_model_reference import DraftTokens
@@ -230,9 +234,9 @@ def linear_blocks(calls: Calls) -> None:
         for groups, widths in ((2, (64, 32)), (2, (64, 0)), (3, (128, 0)), (3, (64, 32))):
             config = gemm_sm90.derive_config(*widths, HIDDEN, 1, False, 132, groups=groups, blocks=True)
             x, x_scale = empty(300, HIDDEN, like=eight), empty(300, HIDDEN // 128, like=torch.float32)
-            own = weight(4608, HIDDEN)
-            epilogue = Epilogue(own["scale"], x_scale)
-            gemm_sm90.gemm_sm90(Product(x, own["weight"], empty(300, 4608), epilogue=epilogue, pdl=True), config)
+            qkv = weight(4608, HIDDEN)
+            epilogue = Epilogue(qkv["scale"], x_scale)
+            gemm_sm90.gemm_sm90(Product(x, qkv["weight"], empty(300, 4608), epilogue=epilogue, pdl=True), config)
 
 
 def linear_int4(calls: Calls) -> None:
@@ -276,8 +280,8 @@ def all_attention(calls: Calls) -> None:
             scale = empty(8, PAGE, Nkv, like=torch.float32) if fp8 else None
             scales = {"k_scales": scale, "v_scales": scale}
             for T in (2, 100):
-                heads, where = empty(T, (Nq + 2 * Nkv) * D), ints(T, like=torch.int64)
-                rest = (cos_sin, where, where, pages, pages, Nq, Nkv, empty(D), empty(D))
+                heads, slots = empty(T, (Nq + 2 * Nkv) * D), ints(T, like=torch.int64)
+                rest = (cos_sin, slots, slots, pages, pages, Nq, Nkv, empty(D), empty(D))
                 kv_write.qk_norm_rope_kv_write(heads, *rest, pdl=pdl, **scales)
             parts = {"workspace": workspace, "max_splits": 2} | scales
             for T, shortest, rest in ((100, 2, parts), (8192, 1, parts), (8192, 1, scales)):
@@ -291,10 +295,10 @@ def all_attention(calls: Calls) -> None:
                 attention.rope_paged_attention_decode(heads, cos_sin, *rest, Nq, pdl=pdl, **scales)
             q = empty(100, Nq, D)
             attention.paged_attention_decode(q, *rest, query_starts=ints(3), pdl=pdl, **scales)
-            heads, where = empty(100, (Nq + 2 * Nkv) * D), ints(100, like=torch.int64)  # prompts beside sequences of one token
+            heads, slots = empty(100, (Nq + 2 * Nkv) * D), ints(100, like=torch.int64)  # prompts beside sequences of one token
             sequences = Sequences(tables, lens, ints(3), ints(3))
             attention.attention(AttentionInput(
-                heads, KVPages(pages, pages, scale, scale), sequences, Scores(D**-0.5), q, Rope(cos_sin), where, where,
+                heads, KVPages(pages, pages, scale, scale), sequences, Scores(D**-0.5), q, Rope(cos_sin), slots, slots,
                 workspace, 2, max_query_len=90, pdl=pdl,
             ))  # fmt: skip
     if cc == 90:  # FP8 pages, with more heads of 64 channels than a work item has and with fewer heads of 128
@@ -324,13 +328,13 @@ def attention_sizes(calls: Calls) -> None:
     for D, steps in ((80, ((8, 9, None),)), (256, ((2, None, None), (600, 9, None), (16, 9, 2)))):
         Nq, Nkv, pages = 8, 1, empty(8, PAGE, 1, D)
         for T, starts, most in steps:
-            rows, where = empty(T, (2 * Nq + 2 * Nkv) * D), ints(T, like=torch.int64)
+            rows, slots = empty(T, (2 * Nq + 2 * Nkv) * D), ints(T, like=torch.int64)
             heads, gate = rows[:, : (Nq + 2 * Nkv) * D], rows[:, (Nq + 2 * Nkv) * D :].view(T, Nq, D)
             B = T if starts is None else starts - 1
             sequences = Sequences(ints(B, 40), ints(B), ints(B + 1), None if starts is None else ints(starts))
             rope_and_norm = Rope(empty(4096, 64, like=torch.float32), empty(D), empty(D), normalize=True)
             attention.attention(AttentionInput(
-                heads, KVPages(pages, pages), sequences, Scores(D**-0.5), empty(T, Nq, D), rope_and_norm, where, where,
+                heads, KVPages(pages, pages), sequences, Scores(D**-0.5), empty(T, Nq, D), rope_and_norm, slots, slots,
                 calls.workspace, 2 * B, max_query_len=most, pdl=calls.pdl, gate=gate,
             ))  # fmt: skip
 
@@ -359,9 +363,9 @@ def experts_fp8(calls: Calls) -> None:
         for T in steps:
             h, logits = calls.empty(T, hidden), calls.empty(T, many)
             first, last = (calls.empty(*shape, like=torch.float8_e4m3fn) for shape in ((2 * inter, hidden), (hidden, inter)))
-            own = SharedExpert(first, last, calls.empty(1, hidden), scales["gate_up_scale"][0], scales["down_scale"][0])
-            computed = computes_shared(T, 8, up, down, scales["gate_up_scale"], scales["down_scale"], own)
-            shared = own if computed else SharedOutput(h, calls.empty(T, 1))
+            expert = SharedExpert(first, last, calls.empty(1, hidden), scales["gate_up_scale"][0], scales["down_scale"][0])
+            computed = computes_shared(T, 8, up, down, scales["gate_up_scale"], scales["down_scale"], expert)
+            shared = expert if computed else SharedOutput(h, calls.empty(T, 1))
             moe.mixture_residual(h, logits, up, down, h, 8, False, "gelu", pdl=calls.pdl, shared=shared, **scales)
 
 
@@ -475,25 +479,45 @@ def step_table(calls: Calls) -> None:
     draft_input(ints(5, like=torch.int64), calls.empty(97, HIDDEN), calls.empty(5, HIDDEN), *norm_weights, 1e-6)
 
 
+def all_sampling(calls: Calls) -> None:
+    """Draws with every filter, rules of requests with counts of 16 and of 32 bits, and log-probabilities."""
+    ints, longs = (torch.zeros(2, dtype=dtype) for dtype in (torch.int32, torch.int64))
+    every = SamplingBatch(*(torch.zeros(2, dtype=dtype) for dtype in DTYPES))
+    greedy = every.needed((), all_greedy=True)
+    rules = Rules(0.1, 0.2, 1.3, {0: 1.0}, (1, 2), ((1, 2),), 3, (2,))
+    for V, longest in ((152064, 100), (1031, 1 << 16)):
+        logits = calls.empty(2, V, like=torch.float32)
+        for settings in (every.needed(()), greedy, every, every.needed(("top_p",))):
+            sample.sample(logits, settings)
+        sample.sample(logits, greedy, row_maxima=calls.ints(2, 500, like=torch.int64))
+        sample.row_maxima(logits, ints[:1], SamplingWorkspace(2, V, "cpu"))
+        processors = LogitsProcessors(2, V, longest, torch.device("cpu"), "triton")
+        processors.fill(0, rules, [1], [2])
+        for mask in (None, calls.ints(2, -(-V // 32))):
+            processors.process(logits, ints, longs, mask, any_bias=True, any_ban=True)
+        processors.record(longs, ints, longs)
+        token_logprobs(logits, longs, ints, 5, impl="triton")
+
+
 def families(cc: int, dtype: torch.dtype) -> dict[str, Callable[[Calls], None]]:
     """The families of kernels that a target has, each with calls for its kernels and regimes, mostly in Qwen2.5-7B's shapes."""
-    found = {"linear": linear_16, "int4": linear_int4, "attention": all_attention, "experts": experts_16}
-    found |= {"experts-int4": experts_int4, "step": step_table, "gated-delta": all_gated_delta, "attention-few": attention_few}
+    known = {"linear": linear_16, "int4": linear_int4, "attention": all_attention, "experts": experts_16}
+    known |= {"experts-int4": experts_int4, "step": step_table, "gated-delta": all_gated_delta, "attention-few": attention_few}
+    known["sampling"] = all_sampling
     if cc >= 89:
-        found |= {"linear-fp8": linear_fp8, "linear-blocks": linear_blocks}
-        found |= {"experts-fp8": experts_fp8, "experts-blocks": experts_blocks}
+        known |= {"linear-fp8": linear_fp8, "linear-blocks": linear_blocks}
+        known |= {"experts-fp8": experts_fp8, "experts-blocks": experts_blocks}
     if cc == 90 and dtype.itemsize == 2:
-        found["attention-sizes"] = attention_sizes
-        found |= {"linear-three-groups": linear_three_groups, "experts-other-tiles": experts_other_tiles}
-    return found
+        known["attention-sizes"] = attention_sizes
+        known |= {"linear-three-groups": linear_three_groups, "experts-other-tiles": experts_other_tiles}
+    return known
 
 
 def every_kernel(cc: int, dtype: torch.dtype, *names: str) -> None:
     """The calls of these families, or of all families of the target."""
-    own = families(cc, dtype)
-    calls = Calls(cc, dtype, launch.Workspace("cpu"))
-    for name in names or own:
-        own[name](calls)
+    known, calls = families(cc, dtype), Calls(cc, dtype, launch.Workspace("cpu"))
+    for name in names or known:
+        known[name](calls)
 
 
 def main(cc: int, dtype: str, *names: str) -> None:

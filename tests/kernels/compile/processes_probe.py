@@ -25,7 +25,7 @@ servers: list[int] = []
 
 
 @triton.jit
-def own(x, SCALE: tl.constexpr):
+def script_kernel(x, SCALE: tl.constexpr):
     tl.store(x, SCALE)
 
 
@@ -70,26 +70,26 @@ def main() -> None:
 
     ASTSource.make_ir = counted
     ahead_of_time.CompileProcesses, os.cpu_count = Ready, lambda: 1  # one thread, so the process is always free
-    found = {"elsewhere": ahead(norm(64), norm(200)), "own": ahead(lambda: own[1,](torch.empty(16), 2), norm(600))}
+    seen = {"elsewhere": ahead(norm(64), norm(200)), "own": ahead(lambda: script_kernel[1,](torch.empty(16), 2), norm(600))}
     Ready.end = True
-    found["ended"] = ahead(norm(1100), norm(3000))
+    seen["ended"] = ahead(norm(1100), norm(3000))
     ahead_of_time.CompileProcesses, sys.executable = CompileProcesses, "/no/python"
-    found["none"] = ahead(norm(6000), norm(12000))
+    seen["none"] = ahead(norm(6000), norm(12000))
     servers.clear()
-    found["cached"] = ahead(norm(1100))
+    seen["cached"] = ahead(norm(1100))
     count = len(servers)
     manager = cache.get_cache_manager
     del cache.get_cache_manager
-    found["missing"] = ahead(norm(100), norm(300))
+    seen["missing"] = ahead(norm(100), norm(300))
     cache.get_cache_manager = lambda: "other arguments"
-    found["changed"] = ahead(norm(20))
+    seen["changed"] = ahead(norm(20))
     cache.get_cache_manager = manager
     launched.clear()
     del triton.AsyncCompileMode
-    found["no mode"] = ahead(norm(10))
+    seen["no mode"] = ahead(norm(10))
     triton.AsyncCompileMode = lambda pool: None
-    found["another mode"] = ahead(norm(16400))
-    print(json.dumps(found | {"servers": count, "launched": launched}))
+    seen["another mode"] = ahead(norm(16400))
+    print(json.dumps(seen | {"servers": count, "launched": launched}))
 
 
 if __name__ == "__main__":

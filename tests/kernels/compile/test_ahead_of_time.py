@@ -24,24 +24,13 @@ def test_each_kernel_is_compiled_and_loaded_once_and_runs_when_launched_again(se
     assert then["launched"] == ["small"] * 2
 
 
-def test_what_cannot_be_loaded_raises_or_is_left_to_its_launch(seen):
+def test_what_else_launches_is_as_ever(seen):
+    """What cannot be loaded raises, or is left to its launch; after an interruption, in other threads, and of one name."""
     assert (seen["raised"], seen["left"]) == ("OutOfResources", "OutOfResources")
-
-
-def test_after_an_interruption_kernels_can_be_launched(seen):
     assert (seen["ended"], seen["after"]) == ("KeyboardInterrupt", 2)
-
-
-def test_other_threads_launch_as_ever(seen):
     assert seen["both"] == [1, 1, 1, 1]
-
-
-def test_launchers_of_one_name_keep_their_own_contents(seen):
-    assert seen["modules"] == ["a", "b"]
-
-
-def test_triton_is_as_it_was(seen):
-    assert seen["restored"]
+    assert seen["modules"] == ["a", "b"], "launchers of one name keep their contents"
+    assert seen["restored"], "Triton is as it was"
 
 
 def test_without_a_gpu_nothing_changes():

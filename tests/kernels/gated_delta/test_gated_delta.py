@@ -50,37 +50,37 @@ def net(make, dtype, Hk=2, Hv=4, Dk=16, Dv=16, decay=0.0):
     return Net(Hk, Hv, Dk, Dv, GatedDeltaWeights(make(channels, 4, dtype=dtype, scale=0.5), A_log, dt_bias, norm, EPS))
 
 
-def inputs(make, own, tokens, dtype):
+def inputs(make, layer, tokens, dtype):
     """qkvz [T, …] and ba [T, …], both with rows apart."""
-    width = own.channels + own.Hv * own.Dv
-    both = make(tokens, width + 2 * own.Hv + 3, dtype=dtype)
-    return both[:, :width], both[:, width : width + 2 * own.Hv]
+    width = layer.channels + layer.Hv * layer.Dv
+    both = make(tokens, width + 2 * layer.Hv + 3, dtype=dtype)
+    return both[:, :width], both[:, width : width + 2 * layer.Hv]
 
 
-def truth(own: Net, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, Tensor]:
+def truth(layer: Net, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, Tensor]:
     """One whole sequence by plain formulas in fp64, token by token and head by head: outputs [T, Hv·Dv], last state."""
-    w = own.weights
+    w = layer.weights
     x, ba, conv, norm = qkvz.double(), ba.double(), w.conv.double(), w.norm.double()
-    T, keys, rows = len(x), own.Hk * own.Dk, []
-    S = torch.zeros(own.Hv, own.Dk, own.Dv, dtype=torch.float64, device=x.device)
-    inputs_, z = x[:, : own.channels], x[:, own.channels :]
+    T, keys, rows = len(x), layer.Hk * layer.Dk, []
+    S = torch.zeros(layer.Hv, layer.Dk, layer.Dv, dtype=torch.float64, device=x.device)
+    inputs_, z = x[:, : layer.channels], x[:, layer.channels :]
     for t in range(T):
         y = sum(conv[:, 3 - j] * inputs_[t - j] for j in range(4) if t >= j)
         y = y / (1 + (-y).exp())
         heads = []
-        for h in range(own.Hv):
-            own_key = h // (own.Hv // own.Hk) * own.Dk
-            q, k = y[own_key : own_key + own.Dk], y[keys + own_key : keys + own_key + own.Dk]
-            v = y[2 * keys + h * own.Dv : 2 * keys + (h + 1) * own.Dv]
+        for h in range(layer.Hv):
+            own_key = h // (layer.Hv // layer.Hk) * layer.Dk
+            q, k = y[own_key : own_key + layer.Dk], y[keys + own_key : keys + own_key + layer.Dk]
+            v = y[2 * keys + h * layer.Dv : 2 * keys + (h + 1) * layer.Dv]
             q, k = (u / (u @ u + EPS).sqrt() for u in (q, k))
             beta = 1 / (1 + (-ba[t, h]).exp())
-            s = ba[t, own.Hv + h] + w.dt_bias[h].double()
+            s = ba[t, layer.Hv + h] + w.dt_bias[h].double()
             softplus = torch.log1p((-s.abs()).exp()) + s.clamp(min=0)
             S[h] = S[h] * (-w.A_log[h].double().exp() * softplus).exp()
             S[h] = S[h] + torch.outer(k, beta * (v - S[h].T @ k))
-            o = S[h].T @ q / math.sqrt(own.Dk)
+            o = S[h].T @ q / math.sqrt(layer.Dk)
             o = o / (o.square().mean() + EPS).sqrt() * norm
-            gate = z[t, h * own.Dv : (h + 1) * own.Dv]
+            gate = z[t, h * layer.Dv : (h + 1) * layer.Dv]
             heads.append(o * gate / (1 + (-gate).exp()))
         rows.append(torch.cat(heads))
     return torch.stack(rows), S
@@ -89,9 +89,9 @@ def truth(own: Net, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, Tensor]:
 class Served:
     """Sequences that are computed in steps, by the reference or by the kernels."""
 
-    def __init__(self, own, dtype, device, slots, kernels, drafts=0):
-        self.own, self.kernels, self.lengths = own, kernels, {}
-        self.state, self.device = own.state(slots, dtype, device, drafts), device
+    def __init__(self, layer, dtype, device, slots, kernels, drafts=0):
+        self.own, self.kernels, self.lengths = layer, kernels, {}
+        self.state, self.device = layer.state(slots, dtype, device, drafts), device
 
     def step(self, members: list[tuple[int, Tensor, Tensor]], padding: int = 0, snapshots=None, longest=0) -> list[Tensor]:
         """(slot, qkvz, ba) of each sequence's new tokens → their outputs. The kernels' outputs are filled with NaN first.
@@ -110,7 +110,7 @@ class Served:
             sequences = GatedDeltaSequences(
                 ints([sum(counts[:i]) for i in range(len(counts) + 1)] + [sum(counts)] * padding),
                 ints(lens + [0] * padding), ints(slots + [-1] * padding),
-                None if snapshots is None else ints([(own + [(-1, -1)] * 2)[:2] for own in snapshots + [[]] * padding]),
+                None if snapshots is None else ints([(each + [(-1, -1)] * 2)[:2] for each in snapshots + [[]] * padding]),
             )  # fmt: skip
             out = qkvz.new_full((len(qkvz), self.own.Hv * self.own.Dv), torch.nan)
             dispatch.gated_delta_net(qkvz, ba, self.own.weights, self.state, sequences, max(*counts, longest), out)
@@ -136,13 +136,14 @@ def chunks_of(x, ba, sizes):
 @pytest.mark.parametrize("sizes", [(200,), (1, 17, 63, 64, 65), (65, 1, 1, 2, 64, 1)], ids=str)
 def test_references_agree_with_plain_formulas(make, device, groups, sizes):
     """Catches a wrong decay, sign, gate, order of the heads or of the taps, and a state that is not handed on between steps."""
-    own = net(make, torch.float64, Hv=2 * groups, Dk=8, Dv=5)
-    own = own._replace(weights=own.weights._replace(A_log=own.weights.A_log.double(), dt_bias=own.weights.dt_bias.double()))
-    x, ba = inputs(make, own, sum(sizes), torch.float64)
-    served = Served(own, torch.float64, device, 3, kernels=False)
+    layer = net(make, torch.float64, Hv=2 * groups, Dk=8, Dv=5)
+    A_log, dt_bias = layer.weights.A_log.double(), layer.weights.dt_bias.double()
+    layer = layer._replace(weights=layer.weights._replace(A_log=A_log, dt_bias=dt_bias))
+    x, ba = inputs(make, layer, sum(sizes), torch.float64)
+    served = Served(layer, torch.float64, device, 3, kernels=False)
     served.state = GatedDeltaState(*(t.double() for t in served.state[:2]))
     out = torch.cat([served.step([(1, *part)])[0] for part in chunks_of(x, ba, sizes)])
-    exact, S = truth(own, x, ba)
+    exact, S = truth(layer, x, ba)
     torch.testing.assert_close(out, exact, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(served.state.recurrent[1], S, rtol=1e-9, atol=1e-9)
     assert served.state.recurrent[[0, 2]].isnan().all()
@@ -156,25 +157,25 @@ def test_chunked_is_recurrent(make, decay):
     g, beta = -make(2, 150, 3, dtype=torch.float64).exp() * math.exp(decay), make(2, 150, 3, dtype=torch.float64).sigmoid()
     beta[1] = 1
     state = make(2, 3, 8, 8, dtype=torch.float64)
-    found, expected = (
+    result, expected = (
         rule(q, k, v, g, beta, state) for rule in (reference.chunk_gated_delta_rule, reference.recurrent_gated_delta_rule)
     )
-    for mine, theirs in zip(found, expected, strict=True):
+    for mine, theirs in zip(result, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
 
 
-def both(own, dtype, device, slots, drafts=0):
-    return [Served(own, dtype, device, slots, kernels, drafts) for kernels in (True, False)]
+def both(layer, dtype, device, slots, drafts=0):
+    return [Served(layer, dtype, device, slots, kernels, drafts) for kernels in (True, False)]
 
 
 @pytest.mark.parametrize("case", dispatch.CASES, ids=str)
 def test_kernels_against_reference(case, dtype, make, device, agrees):
     """Outputs and states of a ragged step, after a step of the contexts; slots in another order, one of them unused."""
-    own = net(make, dtype, *(case[name] for name in ("Hk", "Hv", "Dk", "Dv")))
+    layer = net(make, dtype, *(case[name] for name in ("Hk", "Hv", "Dk", "Dv")))
     lens, contexts = case["lens"], case["contexts"]
     slots = [(3 * i + 1) % (len(lens) + 1) for i in range(len(lens))] if len(lens) % 2 else list(range(len(lens), 0, -1))
-    data = [inputs(make, own, context + count, dtype) for context, count in zip(contexts, lens, strict=True)]
-    mine, theirs = both(own, dtype, device, len(lens) + 1)
+    data = [inputs(make, layer, context + count, dtype) for context, count in zip(contexts, lens, strict=True)]
+    mine, theirs = both(layer, dtype, device, len(lens) + 1)
     results = []
     for served in (mine, theirs):
         before = [
@@ -187,11 +188,11 @@ def test_kernels_against_reference(case, dtype, make, device, agrees):
             padding=2 if served.kernels else 0,
         ))  # fmt: skip
     for i, (slot, context, (x, ba)) in enumerate(zip(slots, contexts, data, strict=True)):
-        exact, S = truth(own, x, ba)
+        exact, S = truth(layer, x, ba)
         agrees(results[0][i], results[1][i], exact[context:])
         agrees(mine.state.recurrent[slot], theirs.state.recurrent[slot], S)
         last = torch.arange(max(0, len(x) - 3), len(x), device=device)
-        assert torch.equal(mine.state.conv[slot, last % 4], x[last, : own.channels])
+        assert torch.equal(mine.state.conv[slot, last % 4], x[last, : layer.channels])
     (unused,) = set(range(len(lens) + 1)) - set(slots)
     assert mine.state.recurrent[unused].isnan().all()
     assert mine.state.conv[unused].isnan().all()
@@ -200,63 +201,63 @@ def test_kernels_against_reference(case, dtype, make, device, agrees):
 @pytest.mark.parametrize("decay", [-14.0, 5.0])
 def test_long_and_short_memories(decay, make, device, agrees):
     """g near 0 (log(1 + y) of a small y loses it), and g of −1000 and less: e^g is 0, and no difference of sums is NaN."""
-    own = net(make, torch.float32, decay=decay)
-    x, ba = inputs(make, own, 140, torch.float32)
+    layer = net(make, torch.float32, decay=decay)
+    x, ba = inputs(make, layer, 140, torch.float32)
     if decay > 0:
-        ba[:, own.Hv :] = 30 + ba[:, own.Hv :]
-    mine, theirs = both(own, torch.float32, device, 1)
-    found, expected = (
+        ba[:, layer.Hv :] = 30 + ba[:, layer.Hv :]
+    mine, theirs = both(layer, torch.float32, device, 1)
+    result, expected = (
         torch.cat([served.step([(0, *part)])[0] for part in chunks_of(x, ba, (131, 1, 8))]) for served in (mine, theirs)
     )
-    exact, S = truth(own, x, ba)
-    agrees(found, expected, exact)
+    exact, S = truth(layer, x, ba)
+    agrees(result, expected, exact)
     agrees(mine.state.recurrent[0], theirs.state.recurrent[0], S)
 
 
 @pytest.mark.parametrize("a", [-17.0, -15.2])
 def test_slow_decay_is_not_lost(a, make, device):
     """softplus of −17 is 4e-8, which 1 + y rounds away, and that of −15.2 it changes by a tenth. With A of e^14 it matters."""
-    own = net(make, torch.float32)
-    own.weights.A_log.fill_(14.0)
-    own.weights.dt_bias.zero_()
-    x, ba = inputs(make, own, 70, torch.float32)
-    ba[:, own.Hv :] = a
+    layer = net(make, torch.float32)
+    layer.weights.A_log.fill_(14.0)
+    layer.weights.dt_bias.zero_()
+    x, ba = inputs(make, layer, 70, torch.float32)
+    ba[:, layer.Hv :] = a
     for sizes in ((70,), (1,) * 5):
-        served = Served(own, torch.float32, device, 1, kernels=True)
+        served = Served(layer, torch.float32, device, 1, kernels=True)
         for part in chunks_of(x, ba, sizes):
             served.step([(0, *part)])
-        exact = truth(own, x[: sum(sizes)], ba[: sum(sizes)])[1]
+        exact = truth(layer, x[: sum(sizes)], ba[: sum(sizes)])[1]
         assert (served.state.recurrent[0] - exact).norm() < 2e-5 * exact.norm()
 
 
 @pytest.mark.parametrize("count", [1, 70])
 def test_nan_stays_in_its_sequence(count, make, device):
     """Neither NaN in the inputs of a neighbour, before or after, nor NaN in its state."""
-    own = net(make, torch.float32, Hk=1, Hv=2)
-    data = [inputs(make, own, n, torch.float32) for n in (count, count, 3, count)]
-    clean = Served(own, torch.float32, device, 4, kernels=True)
+    layer = net(make, torch.float32, Hk=1, Hv=2)
+    data = [inputs(make, layer, n, torch.float32) for n in (count, count, 3, count)]
+    clean = Served(layer, torch.float32, device, 4, kernels=True)
     expected = clean.step([(i, *part) for i, part in enumerate(data)])
-    dirty = Served(own, torch.float32, device, 4, kernels=True)
+    dirty = Served(layer, torch.float32, device, 4, kernels=True)
     for i in (0, 2):
         data[i][0].fill_(torch.nan)
         data[i][1].fill_(torch.nan)
-    found = dirty.step([(i, *part) for i, part in enumerate(data)])
+    result = dirty.step([(i, *part) for i, part in enumerate(data)])
     for i in range(4):
-        assert found[i].isnan().all() if i in (0, 2) else torch.equal(found[i], expected[i])
+        assert result[i].isnan().all() if i in (0, 2) else torch.equal(result[i], expected[i])
         assert dirty.state.recurrent[i].isnan().any() == (i in (0, 2))
 
 
 def test_a_sequence_does_not_depend_on_its_step(make, device):
     """The same bits alone, beside prompts, beside single tokens, in another slot, at another row."""
-    own = net(make, torch.float32, Hk=1, Hv=2)
-    (x, ba), (other, other_ba) = (inputs(make, own, 80, torch.float32) for _ in range(2))
-    alone, beside = (Served(own, torch.float32, device, 3, kernels=True) for _ in range(2))
+    layer = net(make, torch.float32, Hk=1, Hv=2)
+    (x, ba), (other, other_ba) = (inputs(make, layer, 80, torch.float32) for _ in range(2))
+    alone, beside = (Served(layer, torch.float32, device, 3, kernels=True) for _ in range(2))
     for first, last in ((0, 66), (66, 67), (67, 78), (78, 79), (79, 80)):
         part = x[first:last], ba[first:last]
         (expected,) = alone.step([(0, *part)])
-        found = beside.step([(0, other[first:80], other_ba[first:80]), (2, *part), (1, other[:1], other_ba[:1])])
+        result = beside.step([(0, other[first:80], other_ba[first:80]), (2, *part), (1, other[:1], other_ba[:1])])
         beside.lengths |= {0: last, 1: 0}
-        assert torch.equal(found[1], expected)
+        assert torch.equal(result[1], expected)
 
 
 @contextmanager
@@ -276,14 +277,14 @@ def test_more_prompts_than_programs(drafts, make, device, dtype):
 
     Catches a chunk or a prompt that no program computes or two do, and one that is computed for a neighbour's slot.
     """
-    own, counts = net(make, dtype, Hk=1, Hv=2), (5, 70, 1, 6, 64, 65, 5, 1, 130, 7, 66, 5, 1, 9, 8, 64)
-    data = [inputs(make, own, count, dtype) for count in counts]
+    layer, counts = net(make, dtype, Hk=1, Hv=2), (5, 70, 1, 6, 64, 65, 5, 1, 130, 7, 66, 5, 1, 9, 8, 64)
+    data = [inputs(make, layer, count, dtype) for count in counts]
     assert sum(-(-count // CHUNK) for count in counts if count > 1) > sum(counts) // CHUNK + chunk._PROMPTS
     assert sum(count > 3 for count in counts) > chunk._PROMPTS
-    together, alone = (Served(own, dtype, device, len(counts), kernels=True, drafts=drafts) for _ in range(2))
+    together, alone = (Served(layer, dtype, device, len(counts), kernels=True, drafts=drafts) for _ in range(2))
     slots = [i * 7 % len(counts) for i in range(len(counts))]
-    found = together.step([(slot, *part) for slot, part in zip(slots, data, strict=True)], padding=3)
-    for slot, part, out in zip(slots, data, found, strict=True):
+    result = together.step([(slot, *part) for slot, part in zip(slots, data, strict=True)], padding=3)
+    for slot, part, out in zip(slots, data, result, strict=True):
         (expected,) = alone.step([(slot, *part)])
         assert torch.equal(out, expected)
     for ours, theirs in zip(together.state[:2], alone.state[:2], strict=True):
@@ -295,15 +296,15 @@ def test_a_step_without_prompts(make, device):
 
     Catches a work list that is not written, so that what the memory held before is taken for one.
     """
-    own = net(make, torch.float32, Hk=1, Hv=2)
-    data = [inputs(make, own, 1, torch.float32) for _ in range(3)]
+    layer = net(make, torch.float32, Hk=1, Hv=2)
+    data = [inputs(make, layer, 1, torch.float32) for _ in range(3)]
     steps = []
     for longest in (1, 70):
-        served = Served(own, torch.float32, device, 4, kernels=True)
+        served = Served(layer, torch.float32, device, 4, kernels=True)
         with deterministic_algorithms():  # fills new tensors
             steps.append((served.step([(i, *part) for i, part in enumerate(data)], padding=1, longest=longest), served.state))
-    (found, state), (expected, other) = steps
-    assert all(map(torch.equal, found, expected))
+    (result, state), (expected, other) = steps
+    assert all(map(torch.equal, result, expected))
     for ours, theirs in zip(state[:2], other[:2], strict=True):
         assert torch.equal(ours.nan_to_num(99), theirs.nan_to_num(99))
 
@@ -311,15 +312,15 @@ def test_a_step_without_prompts(make, device):
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_the_width_of_programs_changes_no_bit(drafts, make, device, dtype, monkeypatch):
     """The number of prompts chooses it. Catches a channel or a snapshot that a program leaves to another one."""
-    own, results = net(make, dtype, Hk=1, Hv=2, Dk=64, Dv=64), []
-    data = [inputs(make, own, count, dtype) for count in (70, 1, 129, 64)]
+    layer, results = net(make, dtype, Hk=1, Hv=2, Dk=64, Dv=64), []
+    data = [inputs(make, layer, count, dtype) for count in (70, 1, 129, 64)]
     chosen = chunk._state_config
 
     for block_v, num_stages in ((None, None), (64, 1), (32, 3), (16, 1)):
         if block_v is not None:
             changes = {"block_v": block_v, "num_stages": num_stages}
             monkeypatch.setattr(chunk, "_state_config", lambda a, changes=changes: chosen(a)._replace(**changes))
-        served = Served(own, dtype, device, 6, kernels=True, drafts=drafts)
+        served = Served(layer, dtype, device, 6, kernels=True, drafts=drafts)
         rows = served.step([(slot, *both) for slot, both in enumerate(data)], snapshots=[[], [], [(5, 64)], []])
         results.append((rows, served.state.recurrent[[0, 2, 3, 5]]))
     for rows, states in results[1:]:
@@ -357,9 +358,9 @@ def test_warm_up_launches_every_width_of_programs(Hv, sms, drafts, seqs, monkeyp
 @pytest.mark.parametrize("count", [1, 70])
 def test_a_sequence_without_a_slot_is_not_touched(count, make, device):
     """Slot −1: nothing is written, neither outputs nor a state."""
-    own = net(make, torch.float32, Hk=1, Hv=1)
-    x, ba = inputs(make, own, count, torch.float32)
-    served = Served(own, torch.float32, device, 2, kernels=True)
+    layer = net(make, torch.float32, Hk=1, Hv=1)
+    x, ba = inputs(make, layer, count, torch.float32)
+    served = Served(layer, torch.float32, device, 2, kernels=True)
     assert served.step([(-1, x, ba)])[0].isnan().all()
     assert all(tensor.isnan().all() for tensor in served.state[:2])
 
@@ -372,12 +373,12 @@ def test_drafts_are_undone(kernels, make, device):
     is used again for another sequence. Catches a token that is folded twice or not at all, a row of the ring that a draft
     overwrites too early, and gates of the wrong token.
     """
-    own = net(make, torch.float32, Hk=1, Hv=2)
-    served = Served(own, torch.float32, device, 2, kernels, drafts=4)
+    layer = net(make, torch.float32, Hk=1, Hv=2)
+    served = Served(layer, torch.float32, device, 2, kernels, drafts=4)
     for kept_counts in ((1, 4, 2, 3, 0, 1, 1, 4, 0, 2), (2, 0, 3)):
-        x, ba = inputs(make, own, 80, torch.float32)
-        wrong, wrong_ba = inputs(make, own, 4, torch.float32)
-        exact = truth(own, x, ba)[0]
+        x, ba = inputs(make, layer, 80, torch.float32)
+        wrong, wrong_ba = inputs(make, layer, 4, torch.float32)
+        exact = truth(layer, x, ba)[0]
         (out,) = served.step([(1, x[:6], ba[:6])])
         torch.testing.assert_close(out.double(), exact[:6], rtol=1e-4, atol=2e-5)
         length, served.lengths[1] = 6, 6
@@ -409,20 +410,20 @@ def test_snapshots_are_states_of_runs_that_end_there(kernels, drafts, make, devi
     Catches a state of another chunk, inputs of the sequence's end, a count of folded tokens that is the slot's, a row that
     belongs to another sequence, and tokens behind a snapshot that are left out or computed twice.
     """
-    own, contexts = net(make, torch.float32, Hk=1, Hv=2, Dv=32), (0, 5, 0, 70, 2)
+    layer, contexts = net(make, torch.float32, Hk=1, Hv=2, Dv=32), (0, 5, 0, 70, 2)
     snapshots = [[(6, 64), (7, 128)], [(8, 64)], [], [(9, 128)], []]
     counts = (150, 65, 66, 193, 1)
-    data = [inputs(make, own, n + count, torch.float32) for n, count in zip(contexts, counts, strict=True)]
+    data = [inputs(make, layer, n + count, torch.float32) for n, count in zip(contexts, counts, strict=True)]
     before = [(i, x[:n], ba[:n]) for i, (n, (x, ba)) in enumerate(zip(contexts, data, strict=True)) if n]
-    served, plain = (Served(own, torch.float32, device, 11, kernels, drafts) for _ in range(2))
+    served, plain = (Served(layer, torch.float32, device, 11, kernels, drafts) for _ in range(2))
     outs = []
     for each, stored in ((served, snapshots), (plain, None)):
         each.step(before)
         new = [(i, x[n:], ba[n:]) for i, (n, (x, ba)) in enumerate(zip(contexts, data, strict=True))]
         outs.append(each.step(new, padding=1, snapshots=stored))
     if kernels:  # the reference computes other parts of a sequence
-        for found, expected in zip(*outs, strict=True):
-            assert torch.equal(found, expected)
+        for result, expected in zip(*outs, strict=True):
+            assert torch.equal(result, expected)
         for i in range(5):
             for ours, theirs in zip(served.state[:2], plain.state[:2], strict=True):
                 assert torch.equal(ours[i].nan_to_num(99), theirs[i].nan_to_num(99))
@@ -433,7 +434,7 @@ def test_snapshots_are_states_of_runs_that_end_there(kernels, drafts, make, devi
     for i, (context, stored) in enumerate(zip(contexts, snapshots, strict=True)):
         (x, ba), x_new = data[i], data[i][0][context:]
         for row, offset in stored:
-            ends = Served(own, torch.float32, device, 11, kernels, drafts)
+            ends = Served(layer, torch.float32, device, 11, kernels, drafts)
             ends.step(before)
             ends.step([(i, x_new[:offset], ba[context : context + offset])])
             length = context + offset
@@ -443,19 +444,19 @@ def test_snapshots_are_states_of_runs_that_end_there(kernels, drafts, make, devi
             if drafts:
                 assert torch.equal(served.state.folded[row], ends.state.folded[i])
             served.lengths[row] = length
-            (found,), (expected,) = served.step([(row, x[length:], ba[length:])]), ends.step([(i, x[length:], ba[length:])])
-            assert torch.equal(found, expected)
+            (result,), (expected,) = served.step([(row, x[length:], ba[length:])]), ends.step([(i, x[length:], ba[length:])])
+            assert torch.equal(result, expected)
             if kernels and device.type == "cuda":  # on an H100, 2e-7 apart (docs/decisions/gated-delta.md)
-                torch.testing.assert_close(found, outs[0][i][offset:], rtol=1e-5, atol=1e-6)
-            elif not kernels or len(found) > 3:  # others are computed by another kernel
-                assert torch.equal(found, outs[0][i][offset:])
+                torch.testing.assert_close(result, outs[0][i][offset:], rtol=1e-5, atol=1e-6)
+            elif not kernels or len(result) > 3:  # others are computed by another kernel
+                assert torch.equal(result, outs[0][i][offset:])
 
 
 def test_wrong_operands_are_named(make, device):
     """Each check has an operand that it refuses, by name."""
-    own = net(make, torch.float32)
-    x, ba = inputs(make, own, 3, torch.float32)
-    state, w = own.state(2, torch.float32, device), own.weights
+    layer = net(make, torch.float32)
+    x, ba = inputs(make, layer, 3, torch.float32)
+    state, w = layer.state(2, torch.float32, device), layer.weights
     ints = torch.tensor([0, 3], dtype=torch.int32, device=device)
     good = {
         "qkvz": x, "ba": ba, "weights": w, "state": state, "sequences": GatedDeltaSequences(ints, ints[1:], ints[:1]),
@@ -479,18 +480,21 @@ def test_wrong_operands_are_named(make, device):
             dispatch.gated_delta_net(**good | change)
 
 
-@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["reference", "kernels"])
+FORMS = [pytest.param(False, marks=pytest.mark.exhaustive), pytest.param(True, marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("kernels", FORMS, ids=["reference", "kernels"])
 def test_a_state_over_100_000_tokens(kernels, make, device, agrees):
     """Prompts of 20,000 tokens, then single ones, with heads that never forget and heads that do: errors do not add up."""
-    own, size = net(make, torch.float32, Hk=1, Hv=2), 20_000
-    own.weights.A_log.copy_(torch.tensor([-9.0, 1.0], device=device))
-    wide = own._replace(weights=GatedDeltaWeights(*(w.double() for w in own.weights[:4]), EPS))
+    layer, size = net(make, torch.float32, Hk=1, Hv=2), 20_000
+    layer.weights.A_log.copy_(torch.tensor([-9.0, 1.0], device=device))
+    wide = layer._replace(weights=GatedDeltaWeights(*(w.double() for w in layer.weights[:4]), EPS))
     exact = Served(wide, torch.float64, device, 1, kernels=False)
     exact.state = GatedDeltaState(*(t.double() for t in exact.state[:2]))
-    served = [Served(own, torch.float32, device, 1, own_kernels) for own_kernels in {kernels, False}]
+    served = [Served(layer, torch.float32, device, 1, own_kernels) for own_kernels in {kernels, False}]
     sizes = [size] * 5 + [1] * 20
     for count in sizes:
-        x, ba = inputs(make, own, count, torch.float32)
+        x, ba = inputs(make, layer, count, torch.float32)
         (truth_out,) = exact.step([(0, x.double(), ba.double())])
         outs = [each.step([(0, x, ba)])[0] for each in served]
         assert all((out - truth_out).norm() < 1e-4 * truth_out.norm() for out in outs)
@@ -505,11 +509,11 @@ def test_a_state_over_100_000_tokens(kernels, make, device, agrees):
 @pytest.mark.parametrize("count", [1, 70])
 def test_states_past_2_31(count, make, device):
     """The last slot of a state of more than 2³¹ values: the same bits as in a small one."""
-    own = net(make, torch.float32, Hk=1, Hv=1, Dk=128, Dv=128)
+    layer = net(make, torch.float32, Hk=1, Hv=1, Dk=128, Dv=128)
     slots = 2**31 // 128**2 + 2
-    x, ba = inputs(make, own, count, torch.float32)
+    x, ba = inputs(make, layer, count, torch.float32)
     outs = []
     for many in (2, slots):
-        served = Served(own, torch.float32, device, many, kernels=True)
+        served = Served(layer, torch.float32, device, many, kernels=True)
         outs.append(served.step([(many - 1, x, ba)])[0])
     assert torch.equal(*outs)

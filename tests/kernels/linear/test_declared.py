@@ -111,11 +111,11 @@ def test_whether_the_order_depends_on_the_number_of_tokens(name):
     for hidden, q, inter in ((576, 960, 1536), (896, 1152, 4864), (3584, 4608, 18944)):
         for N, K, gated in ((q, hidden, False), (inter, hidden, True), (hidden, inter, False)):
             for itemsize in (1, 2, 4) if name in ("gemv", "gemm_small", "gemm") else (2,):
-                found = set()
+                orders = set()
                 for T in {regime.family.tokens(T) for T in tokens}:
                     c = regime.family.rule(ProductFacts(T, N, K, itemsize, gated), Gpu(regime.capability or 80, 132))
-                    found.add(tuple(getattr(c, field) for field in ORDER[name]))
-                seen.add(len(found) > 1)
+                    orders.add(tuple(getattr(c, field) for field in ORDER[name]))
+                seen.add(len(orders) > 1)
     assert (True in seen) == regime.sums.by_tokens
     if not regime.sums.by_tokens and regime.family.candidates is not None and regime.last != 1:
         assert "T" not in regime.family.facts  # a tuned configuration must not depend on it either
@@ -127,6 +127,7 @@ INTERPRETED = [
 ]  # fmt: skip
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "stored"), INTERPRETED)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="in the interpreter")
 def test_a_row_does_not_depend_on_the_values_of_others(name, stored, make, device):

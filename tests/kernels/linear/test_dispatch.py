@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from support.linear import gemm_small, linear64, norm64
+from support.raising import raises
 
 from minirt.errors import InputError
 from minirt.kernels import reference
@@ -192,18 +193,12 @@ def test_the_configuration_knows_regimes_not_token_counts():
 
 def test_wrong_arguments_are_named(make, device):
     x, norm_weight, weight, bias = inputs(make, 2, 16, 32, torch.float32)
-    with pytest.raises(InputError, match="weight: wrong shape"):
-        kernel.norm_linear(x, norm_weight, EPS, weight.t().contiguous())
-    with pytest.raises(InputError, match="bias: wrong shape"):
-        kernel.norm_linear(x, norm_weight, EPS, weight, bias[:3])
-    with pytest.raises(InputError, match="norm_weight: wrong dtype"):
-        kernel.norm_linear(x, norm_weight.half(), EPS, weight)
-    with pytest.raises(InputError, match="residual: wrong shape"):
-        kernel.linear_residual(x, weight, x)
-    with pytest.raises(InputError, match=r"activation: unknown.*relu"):
-        kernel.norm_gate_up(x, norm_weight, EPS, weight, "relu")
-    with pytest.raises(InputError, match=r"weight: wrong dtype; expected torch\.float8_e4m3fn"):
-        kernel.linear_residual(x, weight, x, scale=bias)
+    raises("weight: wrong shape", kernel.norm_linear, x, norm_weight, EPS, weight.t().contiguous())
+    raises("bias: wrong shape", kernel.norm_linear, x, norm_weight, EPS, weight, bias[:3])
+    raises("norm_weight: wrong dtype", kernel.norm_linear, x, norm_weight.half(), EPS, weight)
+    raises("residual: wrong shape", kernel.linear_residual, x, weight, x)
+    raises(r"activation: unknown.*relu", kernel.norm_gate_up, x, norm_weight, EPS, weight, "relu")
+    raises(r"weight: wrong dtype; expected torch\.float8_e4m3fn", kernel.linear_residual, x, weight, x, scale=bias)
     tiles = kernel.row_maxima_tiles(2, weight, x.dtype)
     values, needed = torch.zeros(2, tiles, dtype=torch.int64, device=device), torch.ones(1, dtype=torch.int32, device=device)
     for row_maxima, message in (
@@ -211,17 +206,14 @@ def test_wrong_arguments_are_named(make, device):
         (RowMaxima(torch.cat((values, values), 1), needed), "values: wrong tensor"),
         (RowMaxima(values, needed.bool()), "logits_needed: wrong dtype"),
     ):  # fmt: skip
-        with pytest.raises(InputError, match=f"row_maxima.{message}"):
-            kernel.norm_linear(x, norm_weight, EPS, weight, row_maxima=row_maxima)
+        raises(f"row_maxima.{message}", kernel.norm_linear, x, norm_weight, EPS, weight, row_maxima=row_maxima)
     config = GemmSmallConfig(block_n=16, block_k=16, num_warps=1, split=2)
     out, small = x.new_empty(2, 16), Workspace(device, num_floats=5)
     with pytest.raises(InputError, match=r"num_floats: too small; expected at least 512; found 5"):
         gemm_small(x, weight, None, None, out, workspace=small, config=config)
     eight, scale, _ = quantized(make, 16, 32)
-    with pytest.raises(InputError, match="scale: wrong shape"):
-        kernel.norm_linear(x, None, EPS, eight, scale=scale[:3])
-    with pytest.raises(InputError, match="weight: wrong dtype"):
-        kernel.norm_linear(x, None, EPS, eight)
+    raises("scale: wrong shape", kernel.norm_linear, x, None, EPS, eight, scale=scale[:3])
+    raises("weight: wrong dtype", kernel.norm_linear, x, None, EPS, eight)
 
 
 @pytest.mark.parametrize("T", [1, 129])
@@ -234,13 +226,18 @@ def test_kernels_without_row_maxima_refuse_them(T, make, device):
         kernel.norm_linear(x, norm_weight, EPS, weight, row_maxima=RowMaxima(values, needed))
 
 
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("stored", ["plain", "fp8", "blocks"])
 @pytest.mark.parametrize("T", [2, 16, 17, 64, 100])
-def test_row_maxima_are_as_many_as_is_said(T, fp8, make, nan, device):
-    """Also where a head's weight decides the tiles: the sampler reads so many columns and no others."""
-    x, norm_weight, weight, _ = inputs(make, T, 1000, 64, torch.float16)
-    weight, scale = reference.quantize_fp8(weight) if fp8 else (weight, None)
-    tiles = kernel.row_maxima_tiles(T, weight, x.dtype)
+def test_row_maxima_are_as_many_as_is_said(T, stored, make, nan, device):
+    """Also where a head's weight decides the tiles: the sampler reads so many columns and no others. Of the scaled values."""
+    x, norm_weight, weight, _ = inputs(make, T, 1000, 144 if stored == "blocks" else 64, torch.float16)
+    weight, scale = weight * torch.logspace(-1, 1, 1000, device=device)[:, None].half(), None
+    if stored == "fp8":
+        weight, scale = reference.quantize_fp8(weight)
+    elif stored == "blocks":
+        weight, scale = reference.quantize_fp8_blocks(weight, 8)
+    weight = weight.contiguous()
+    tiles = kernel.row_maxima_tiles(T, weight, x.dtype, scale)
     assert tiles > 1
     values, needed = torch.full((T, tiles + 2), 2**62, device=device), torch.ones(1, dtype=torch.int32, device=device)
     row_maxima = RowMaxima(values[:, :tiles], needed)
@@ -285,8 +282,9 @@ def check_capped(T, V, K, dtype, stored, multiplier, softcap, make, nan, agrees,
 
 
 @pytest.mark.parametrize(("multiplier", "softcap"), [(-0.25, 0.0), (0.125, 3.0)])
-@pytest.mark.parametrize("stored", ["plain", "fp8", "int4"])
-@pytest.mark.parametrize("T", [1, 3, 70, 130])
+@pytest.mark.parametrize(("T", "stored"), [
+    (1, "plain"), (3, "plain"), (130, "plain"), (3, "fp8"), (70, "fp8"), (1, "int4"), (3, "int4"), (70, "int4"),
+])  # fmt: skip
 def test_logits_are_multiplied_and_capped(T, stored, multiplier, softcap, make, nan, agrees, device):
     """Catches a multiplier after the cap, a cap before the sum of a split K or before the bias, and row maxima of other logits
     than those that are stored, as a negative multiplier shows."""
@@ -304,8 +302,7 @@ def test_small_logits_keep_their_digits_under_a_cap(make, nan, device):
 @pytest.mark.parametrize(("name", "value"), [("multiplier", float("nan")), ("softcap", -1.0), ("softcap", float("inf"))])
 def test_a_wrong_cap_is_named(name, value, make):
     x, norm_weight, weight, _ = inputs(make, 2, 16, 32, torch.float32)
-    with pytest.raises(InputError, match=name):
-        kernel.norm_linear(x, norm_weight, EPS, weight, **{name: value})
+    raises(name, kernel.norm_linear, x, norm_weight, EPS, weight, **{name: value})
 
 
 @pytest.mark.gpu
@@ -374,10 +371,8 @@ def test_weight_past_2_31_elements(make, agrees):
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("T", [1, 16, 64, 72, 128, 129, 300])
-def test_same_bits_every_time_also_with_pdl(T, fp8, make, device, repeats):
+def test_same_bits_every_time_also_with_pdl(T, fp8, with_pdl, make, device, repeats):
     """A chain of kernels that overlap by PDL, share the workspace and each read what the one before wrote."""
-    if torch.cuda.get_device_capability()[0] < 9:
-        pytest.skip("PDL needs sm_90")
     x, norm_weight, weight, bias = inputs(make, T, 3584, 3584, torch.bfloat16)
     workspace, scale = Workspace(device), None
     if fp8:

@@ -9,6 +9,7 @@ after they left their block; parts of K that start inside a block; tables of sca
 import pytest
 import torch
 from support.linear import gemm, gemm_small, gemv, product
+from support.raising import raises
 
 from minirt.errors import InputError
 from minirt.kernels import reference
@@ -19,7 +20,7 @@ from minirt.kernels.linear import gemm_sm90
 from minirt.kernels.linear.gemm_small import GemmSmallConfig
 from minirt.kernels.linear.gemm_small import gemm_small as launch_small
 from minirt.kernels.linear.gemv import GemvConfig
-from minirt.kernels.linear.product import ProductFacts, RowMaxima
+from minirt.kernels.linear.product import ProductFacts
 from minirt.kernels.norm import rms_norm_quantize
 from minirt.kernels.quantize import quantize
 
@@ -144,35 +145,18 @@ def test_tiles_with_any_configuration(config, make, nan, agrees):
     agrees(out, reference.gated(expected, "silu"), reference.gated(truth, "silu"))
 
 
-@pytest.mark.parametrize("T", [2, 70])
-def test_row_maxima(T, make, nan, device):
-    """As many as is said, and of the scaled values."""
-    x, (weight, scale, _) = make(T, 144, dtype=torch.float16), blocks(make, 500, 144, 128)
-    tiles = kernel.row_maxima_tiles(T, weight, x.dtype, scale)
-    assert tiles > 1
-    values, needed = torch.full((T, tiles), 2**62, device=device), torch.ones(1, dtype=torch.int32, device=device)
-    options = {"out": nan(T, 500, dtype=torch.float32), "scale": scale, "row_maxima": RowMaxima(values, needed)}
-    out = kernel.norm_linear(x, None, EPS, weight, **options)
-    best = values.amax(1)
-    assert torch.equal((best & (2**31 - 1)) ^ (2**31 - 1), out.argmax(1))
-    assert bool((values != 2**62).all())
-
-
 def test_tables_of_scales_that_fit_no_weight_are_named(make):
     x, (weight, scale, _) = make(2, 200, dtype=torch.float32), blocks(make, 96, 200, 32)
     for wrong in (torch.cat((scale, scale[:2])), scale[:, :1], scale[:, :1].repeat(1, 3), scale[None]):
-        with pytest.raises(InputError, match="scale: wrong"):
-            kernel.linear_residual(x, weight, make(2, 96, dtype=torch.float32), scale=wrong.contiguous())
-    with pytest.raises(InputError, match="scale: not contiguous"):
-        kernel.norm_linear(x, None, EPS, weight, scale=scale.t().contiguous().t())
+        raises("scale: wrong", kernel.linear_residual, x, weight, make(2, 96, dtype=torch.float32), scale=wrong.contiguous())
+    raises("scale: not contiguous", kernel.norm_linear, x, None, EPS, weight, scale=scale.t().contiguous().t())
     _, scale, _ = blocks(make, 96, 200, 64)  # the first block has rows of gate and of up
     with pytest.raises(InputError, match="scale: wrong shape for blocks that hold no rows of both gate and up"):
         kernel.norm_gate_up(x, None, EPS, weight, "silu", scale=scale)
     (values, x_scale), (weight, scale, _) = quantize(x, blocks=True), blocks(make, 96, 200, 32)
     made = product(values, weight, x.new_empty(2, 96), scale=scale, x_scale=x_scale)
     for run, config in ((launch_small, GemmSmallConfig(16, 256)), (tiled.gemm, tiled.GemmConfig(16, 32, 256, 4, 2))):
-        with pytest.raises(InputError, match=r"config.block_k: a step in K has one scale; expected a divisor of 128; found 256"):
-            run(made, config)
+        raises(r"config.block_k: a step in K has one scale; expected a divisor of 128; found 256", run, made, config)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -181,9 +165,9 @@ def test_no_strip_of_a_hopper_tile_reaches_into_a_second_block(T, gated):
     """The kernel reads one scale for each strip, at its first row."""
     for N, K in ((4608, 3584), (3584, 18944), (18944, 3584), (576, 1536)):
         facts = ProductFacts(T, N, K, 1, gated, blocks=True)
-        found = gemm_sm90.candidates(facts, Gpu(90, 132))
+        configs = gemm_sm90.candidates(facts, Gpu(90, 132))
         assert gemm_sm90.rule(facts, Gpu(90, 132))
-        for c in found:
+        for c in configs:
             assert c.promote == 0
             columns = (c.width + c.second) // (1 + gated)
             pairs = [(0, c.width)] + ([(c.width // (1 + gated), c.second)] if c.second else [])
@@ -263,10 +247,8 @@ def test_large_gate_up(T, half_dtype, make, nan, agrees):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("T", [1, 16, 64, 72, 128, 129, 300])
-def test_same_bits_every_time_also_with_pdl(T, make, device, repeats):
+def test_same_bits_every_time_also_with_pdl(T, with_pdl, make, device, repeats):
     """A chain of kernels that overlap by PDL, share the workspace and each read what the one before wrote."""
-    if torch.cuda.get_device_capability()[0] < 9:
-        pytest.skip("PDL needs sm_90")
     x, (weight, scale, _) = make(T, 3584, dtype=torch.bfloat16), blocks(make, 3584, 3584, 128)
     scale, norm_weight, workspace = scale / 8, make(3584, dtype=torch.bfloat16), Workspace(device)
 

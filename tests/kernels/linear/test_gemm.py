@@ -220,9 +220,7 @@ def test_hopper_in_two_parts(T, N, K, widths, half_dtype, hopper, make, nan, agr
     if sum(widths) <= 144 and K % 16 == 0:
         x, x_scale, weight, scale, bias, truth = eight_bits(T, N, K, make, half_dtype)
         out, eight_config = nan(T, N, dtype=half_dtype), configs(widths, K, 1, split=2)(False, False)
-        gemm(
-            x, weight, bias, out=out, scale=scale, x_scale=x_scale, workspace=workspace, config=eight_config
-        )
+        gemm(x, weight, bias, out=out, scale=scale, x_scale=x_scale, workspace=workspace, config=eight_config)
         agrees(out, truth.to(half_dtype), truth)
     assert not workspace.counters(1 << 14).any()
 

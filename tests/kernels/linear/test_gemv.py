@@ -112,19 +112,16 @@ def test_fp8_where_the_gpu_has_none(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize(
-    ("N", "K", "activation"),
-    [
-        (1, 577, None),  # a size of one is compiled apart
-        (1, 577, "silu"),
-        (4608, 3584, None),
-        (3584, 3584, None),
-        (18944, 3584, "silu"),
-        (3584, 18944, None),
-        (1152, 896, None),
-        (8192, 29568, None),
-    ],
-)
+@pytest.mark.parametrize(("N", "K", "activation"), [
+    (1, 577, None),  # a size of one is compiled apart
+    (1, 577, "silu"),
+    (4608, 3584, None),
+    (3584, 3584, None),
+    (18944, 3584, "silu"),
+    (3584, 18944, None),
+    (1152, 896, None),
+    (8192, 29568, None),
+])  # fmt: skip
 def test_large(N, K, activation, fp8, half_dtype, make, nan, agrees):
     rows = N if activation is None else 2 * N
     x, norm, weight = (
@@ -143,11 +140,9 @@ def test_large(N, K, activation, fp8, half_dtype, make, nan, agrees):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [False, True])
-def test_same_bits_every_time_also_with_pdl(fp8, make, device, repeats):
+def test_same_bits_every_time_also_with_pdl(fp8, with_pdl, make, device, repeats):
     """Layers whose kernels overlap by PDL, each reading what the one before wrote and overwriting what the one before that
     read; more of them than fit the GPU, so that some wait while others run."""
-    if torch.cuda.get_device_capability()[0] < 9:
-        pytest.skip("PDL needs sm_90")
     H, inter, dtype = 3584, 18944, torch.bfloat16
     norm, x = make(H, dtype=dtype), make(1, H, dtype=dtype)
     shapes = [(4608, H), (H, 3584), (2 * inter, H), (H, inter)]

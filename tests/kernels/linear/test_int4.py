@@ -18,15 +18,12 @@ from minirt.kernels.linear.product import Norm, ProductFacts
 EPS = 1e-6
 # (T, N, K, group, activation, configuration): ragged N and K, groups that K does not fill, more parts of K than there are steps.
 CASES = [
-    (1, 33, 97, 128, None, Int4Config(16, 16)),
-    (3, 40, 577, 128, None, Int4Config(32, 16, split=3)),
-    (17, 24, 320, 64, None, Int4Config(16, 16, split=2)),
-    (5, 20, 336, 32, None, Int4Config(16, 16, split=9)),
-    (5, 40, 288, 32, None, Int4Config(16, 16, exact=False)),
-    (20, 24, 256, 128, "silu", Int4Config(16, 32)),
+    (1, 33, 97, 128, None, Int4Config(16, 16)), (3, 40, 577, 128, None, Int4Config(32, 16, split=3)),
+    (17, 24, 320, 64, None, Int4Config(16, 16, split=2)), (5, 20, 336, 32, None, Int4Config(16, 16, split=9)),
+    (5, 40, 288, 32, None, Int4Config(16, 16, exact=False)), (20, 24, 256, 128, "silu", Int4Config(16, 32)),
     (2, 17, 200, 64, "gelu_tanh", Int4Config(16, 16, exact=False)),
     (35, 17, 160, 64, None, Int4Config(16, 16, exact=False, split=2)),
-]
+]  # fmt: skip
 
 
 def four_bits(N, K, group, device, seed=3):
@@ -165,21 +162,18 @@ def test_logits_are_not_rounded(make, nan, device):
     assert ((out - truth).norm() / truth.norm()).item() < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda w, s: (w[:, :-32].contiguous(), s), r"weight: wrong shape; expected \[any, 64\]"),
-        (lambda w, s: (w.int(), s), "weight: wrong dtype; expected torch.int16"),
-        (lambda w, s: (w, s[:, :-1].contiguous()), r"scale: wrong shape; expected \[any, 12\]"),
-        (lambda w, s: (w, s[:1].contiguous()), "scale: wrong number of groups; expected 2 or 4 or 7; found 1"),
-        (lambda w, s: (w, None), "weight: wrong"),
-    ],
-)
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda w, s: (w[:, :-32].contiguous(), s), r"weight: wrong shape; expected \[any, 64\]"),
+    (lambda w, s: (w.int(), s), "weight: wrong dtype; expected torch.int16"),
+    (lambda w, s: (w, s[:, :-1].contiguous()), r"scale: wrong shape; expected \[any, 12\]"),
+    (lambda w, s: (w, s[:1].contiguous()), "scale: wrong number of groups; expected 2 or 4 or 7; found 1"),
+    (lambda w, s: (w, None), "weight: wrong"),
+])  # fmt: skip
 def test_operands_that_do_not_fit(change, words, make, device):
     packed, scale, _ = four_bits(12, 200, 128, device)
-    weight, own = change(packed, scale)
+    weight, new_scale = change(packed, scale)
     with pytest.raises(InputError, match=words):
-        dispatch.norm_linear(make(1, 200, dtype=torch.float16), None, 0.0, weight, scale=own)
+        dispatch.norm_linear(make(1, 200, dtype=torch.float16), None, 0.0, weight, scale=new_scale)
 
 
 @pytest.mark.parametrize("group", [128, 32])
@@ -195,13 +189,13 @@ def test_quantization_rounds_to_the_nearest_level(group):
     torch.testing.assert_close(back[3], weight[3], rtol=2e-6, atol=0)
     symmetric = 0.0
     for i, first in enumerate(range(0, 300, group)):
-        part, own = weight[:, first : first + group], back[:, first : first + group]
+        part, rounded = weight[:, first : first + group], back[:, first : first + group]
         low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
         step = torch.where(high > low, (high - low) / 15, 1.0)
         torch.testing.assert_close(scale[:, i], step)
         assert (zero[:, i] == (-low / step).round()).all()
         inside = (part >= -step[:, None] * zero[:, i : i + 1]) & (part <= step[:, None] * (15 - zero[:, i : i + 1]))
-        assert ((own - part).abs() <= step[:, None] * torch.where(inside, 0.50001, 1.00001)).all(), "not the nearest level"
+        assert ((rounded - part).abs() <= step[:, None] * torch.where(inside, 0.50001, 1.00001)).all(), "not the nearest level"
         largest = part.abs().amax(1, keepdim=True).clamp(min=1e-9) / 7.5
         symmetric += ((part / largest).round().clamp(-8, 7) * largest - part).square().sum().item()
     assert (back - weight).square().sum().item() < 0.9 * symmetric

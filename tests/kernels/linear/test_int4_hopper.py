@@ -10,17 +10,9 @@ from support.linear import product
 
 from minirt.kernels import reference
 from minirt.kernels.launch import Gpu, Workspace
-from minirt.kernels.linear.gemv_int4_sm90 import (
-    GemvInt4Sm90Config,
-    fitting,
-    gemv_int4_sm90,
-    shared_bytes,
-)
+from minirt.kernels.linear.gemv_int4_sm90 import GemvInt4Sm90Config, fitting, gemv_int4_sm90, shared_bytes
 from minirt.kernels.linear.gemv_int4_sm90 import rule as gemv_rule
-from minirt.kernels.linear.int4_sm90 import (
-    Int4Sm90Config,
-    gemm_int4_sm90,
-)
+from minirt.kernels.linear.int4_sm90 import Int4Sm90Config, gemm_int4_sm90
 from minirt.kernels.linear.int4_small_sm90 import Int4SmallSm90Config, gemm_int4_small_sm90
 from minirt.kernels.linear.product import ProductFacts
 
@@ -38,15 +30,12 @@ SMALL = [
 ]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", SMALL, ids=str)
-def test_small(case, half_dtype, make, nan, agrees, device, on_hopper):
-    T, N, K, group, activation, normed, config = case
+def check(kernel, T, N, K, group, activation, normed, config, scale_of_x, dtype, make, nan, agrees, device):
     rows = N if activation is None else 2 * N
     words, scale, exact = four_bits(rows, K, group, device)
-    x, bias = make(T, K, dtype=half_dtype), make(rows, dtype=half_dtype)
-    norm = make(K, dtype=half_dtype) if normed else None
-    residual, out = make(T, N, dtype=half_dtype), nan(T, N, dtype=half_dtype)
+    x, bias = make(T, K, dtype=dtype, scale=scale_of_x), make(rows, dtype=dtype)
+    norm = make(K, dtype=dtype) if normed else None
+    residual, out = make(T, N, dtype=dtype), nan(T, N, dtype=dtype)
     made = product(x, words, out, bias, residual, activation, scale, norm=(norm, EPS))
     h, wide = x, x.double()
     if norm is not None:
@@ -55,18 +44,23 @@ def test_small(case, half_dtype, make, nan, agrees, device, on_hopper):
     eager, _ = expected(h, words, scale, exact, bias, residual, activation)
     truth = wide @ exact.T + bias.double()
     truth = (truth if activation is None else reference.gated(truth, activation)) + residual.double()
-    gemm_int4_small_sm90(made, config)
+    kernel(made, config)
     agrees(out, eager, truth)
-    gemm_int4_small_sm90(made._replace(out=residual), config)  # in place
+    kernel(made._replace(out=residual), config)  # in place
     assert torch.equal(residual, out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_small(case, half_dtype, make, nan, agrees, device, on_hopper):
+    check(gemm_int4_small_sm90, *case, 1.0, half_dtype, make, nan, agrees, device)
 
 
 # (N, K, group, activation, norm, configuration): a loop with and without a rest, slots that are filled again once, twice or
 # never, warps with fewer chunks than others or none, columns that no chunk fills, groups past the last column, rows past the
 # last.
 ONE = [
-    (24, 640, 128, None, True, GemvInt4Sm90Config(2, 2, 1)),
-    (19, 456, 32, "silu", True, GemvInt4Sm90Config(2, 1, 1)),
+    (24, 640, 128, None, True, GemvInt4Sm90Config(2, 2, 1)), (19, 456, 32, "silu", True, GemvInt4Sm90Config(2, 1, 1)),
     (40, 1000, 64, None, False, GemvInt4Sm90Config(1, 2, 2)),
     (17, 328, 128, "gelu_tanh", False, GemvInt4Sm90Config(2, 1, 1, None, True)),
     (33, 577, 32, None, False, GemvInt4Sm90Config(4, 2, 2, None, True)),
@@ -76,30 +70,13 @@ ONE = [
     (35, 2440, 32, None, False, GemvInt4Sm90Config(2, 4, 4, 128, True)),
     (16, 1800, 128, None, True, GemvInt4Sm90Config(2, 8, 3, line=True)),
     (5, 97, 128, None, True, GemvInt4Sm90Config(1, 3, 1)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", ONE, ids=str)
 def test_one_token(case, half_dtype, make, nan, agrees, device, on_hopper):
-    N, K, group, activation, normed, config = case
-    rows = N if activation is None else 2 * N
-    words, scale, exact = four_bits(rows, K, group, device)
-    x, bias = make(1, K, dtype=half_dtype, scale=3.0), make(rows, dtype=half_dtype)
-    norm = make(K, dtype=half_dtype) if normed else None
-    residual, out = make(1, N, dtype=half_dtype), nan(1, N, dtype=half_dtype)
-    made = product(x, words, out, bias, residual, activation, scale, norm=(norm, EPS))
-    h, wide = x, x.double()
-    if norm is not None:
-        h = reference.rms_norm(x, norm, EPS)
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * norm.double()
-    eager, _ = expected(h, words, scale, exact, bias, residual, activation)
-    truth = wide @ exact.T + bias.double()
-    truth = (truth if activation is None else reference.gated(truth, activation)) + residual.double()
-    gemv_int4_sm90(made, config)
-    agrees(out, eager, truth)
-    gemv_int4_sm90(made._replace(out=residual), config)  # in place
-    assert torch.equal(residual, out)
+    check(gemv_int4_sm90, 1, *case, 3.0, half_dtype, make, nan, agrees, device)
 
 
 def test_rings_fit_into_shared_memory():
@@ -121,12 +98,10 @@ def test_rings_fit_into_shared_memory():
 
 # (T, N, K, group, activation, configuration): more chunks than stages, chunks that the parts do not divide, several tiles.
 LARGE = [
-    (40, 140, 712, 128, None, Int4Sm90Config(64, 2, 3)),
-    (100, 88, 584, 64, "silu", Int4Sm90Config(32, 3, 2)),
-    (130, 72, 392, 32, None, Int4Sm90Config(128, 2, 2)),
-    (129, 35, 264, 128, "silu", Int4Sm90Config(256, 2)),
+    (40, 140, 712, 128, None, Int4Sm90Config(64, 2, 3)), (100, 88, 584, 64, "silu", Int4Sm90Config(32, 3, 2)),
+    (130, 72, 392, 32, None, Int4Sm90Config(128, 2, 2)), (129, 35, 264, 128, "silu", Int4Sm90Config(256, 2)),
     (20, 150, 640, 64, None, Int4Sm90Config(128, 3)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.gpu

@@ -79,8 +79,8 @@ def test_no_configuration_of_tiles_changes_the_order_with_the_tokens(family):
     for itemsize in (1, 2, 4):
         for gated in (False, True):
             facts = [ProductFacts(token_regime(T), 768, 2048, itemsize, gated, rows=64) for T in range(2, 1100)]
-            found = {getattr(family.rule(one, Gpu(90, 132)), "block_k", None) for one in facts}
-            assert len(found) == 1
+            steps = {getattr(family.rule(one, Gpu(90, 132)), "block_k", None) for one in facts}
+            assert len(steps) == 1
 
 
 def test_the_height_of_tiles_is_that_of_the_routing():
@@ -114,6 +114,7 @@ def operands(stored, T, make):
     return h, logits, up.contiguous(), down.contiguous(), scales, Norm(norm, 1e-6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="in the interpreter")
 def test_a_token_does_not_depend_on_the_step(stored, make):
@@ -152,7 +153,7 @@ def test_the_parts_of_the_router_depend_on_the_step(dtype, make):
 def test_a_quantized_row_does_not_depend_on_the_step(stored, blocks, make):
     for K in (200, 1300):
         x = make(40, K, dtype=torch.float32 if stored == "fp32" else torch.float16)
-        found = [quantization.quantize(x[:T], blocks=blocks) for T in (1, 3, 40)]
-        for values, scale in found[1:]:
-            assert torch.equal(values[0].view(torch.uint8), found[0][0][0].view(torch.uint8))
-            assert torch.equal(scale[0], found[0][1][0])
+        results = [quantization.quantize(x[:T], blocks=blocks) for T in (1, 3, 40)]
+        for values, scale in results[1:]:
+            assert torch.equal(values[0].view(torch.uint8), results[0][0][0].view(torch.uint8))
+            assert torch.equal(scale[0], results[0][1][0])

@@ -173,8 +173,8 @@ def test_mixture_of_a_real_size(T, stored, make, half_dtype, device):
 
     def expected(convert):
         chosen = reference.route(convert(logits), k, True)
-        own = (gate_up, down) if fp8 else (convert(gate_up), convert(down))
-        return convert(residual) + reference.mixture(convert(h), *chosen, *own, "silu", up_scale, down_scale)
+        weights = (gate_up, down) if fp8 else (convert(gate_up), convert(down))
+        return convert(residual) + reference.mixture(convert(h), *chosen, *weights, "silu", up_scale, down_scale)
 
     for pdl in (False, torch.cuda.get_device_capability() >= (9, 0)):
         out = mixture_residual(
@@ -230,8 +230,8 @@ def test_gather_is_the_order_of_experts(make):
     assert scale is None
     assert torch.equal(rows, x[routing.order.long() // k])
     values, scale = gather(x, routing, True)
-    expected, own = reference.quantize_fp8(rows)
-    assert torch.equal(scale, own)
+    expected, scales = reference.quantize_fp8(rows)
+    assert torch.equal(scale, scales)
     assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8))
 
 
@@ -239,12 +239,12 @@ def test_gather_is_the_order_of_experts(make):
 def test_configurations_fit_on_an_sm(itemsize, blocks):
     for K in (256, 2048, 4096):
         facts, h200 = ProductFacts(16, 768, K, itemsize, blocks=blocks), Gpu(90, 132)
-        found = experts_sm90.candidates(facts, h200)
-        assert max(c.rows for c in found) == (64 if blocks or (itemsize == 1 and K > 2048) else 160)
+        configs = experts_sm90.candidates(facts, h200)
+        assert max(c.rows for c in configs) == (64 if blocks or (itemsize == 1 and K > 2048) else 160)
         for T in (2, 100, 2048):
             rows = experts_sm90.block_t(T, K, itemsize, blocks)
-            assert experts_sm90.rule(facts._replace(rows=rows), h200) in found
-        for c in found:
+            assert experts_sm90.rule(facts._replace(rows=rows), h200) in configs
+        for c in configs:
             stage = (c.rows + 2 * c.strip) * 128
             assert c.num_stages >= 3
             assert c.programs * (c.num_stages * stage + 2048) <= 227 * 1024

@@ -29,17 +29,14 @@ def expected(x, norm, residual, logits, gate_up, down, k, normalize, activation,
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("T", [1, MOST - 1])
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(("T", "fp8"), [(1, False), (MOST - 1, True)])
 @pytest.mark.parametrize("computed", [False, True])
 def test_few_tokens(case, T, fp8, computed, make, nan, dtype):
     """Each token with its experts, shares, residual and shared expert, which is computed here or before. FP8 weights multiply
     activations that are not quantized."""
-    if fp8 and dtype == torch.float32:
-        pytest.skip("the other dtypes show it")
     x, norm, residual, logits, gate_up, down = operands(make, case, dtype, T)
     H, inter = case["H"], case["I"]
-    own = make(2 * inter, H, dtype=dtype, scale=H**-0.5), make(H, inter, dtype=dtype, scale=inter**-0.5)
+    joined = make(2 * inter, H, dtype=dtype, scale=H**-0.5), make(H, inter, dtype=dtype, scale=inter**-0.5)
     shared, gate, own_gate = make(T, H, dtype=dtype), make(T, 1, dtype=dtype), make(1, H, dtype=dtype, scale=H**-0.5)
     k, normalize, activation = case["k"], case["E"] % 2 == 1, "silu" if case["k"] > 1 else "gelu_tanh"
     scales = (None, None)
@@ -48,8 +45,8 @@ def test_few_tokens(case, T, fp8, computed, make, nan, dtype):
         scales = (up_scale, down_scale)
     own_scales = (None, None)
     if fp8:
-        own, own_scales = zip(*map(reference.quantize_fp8, own), strict=True)
-    expert = reference.SharedExpert(*own, own_gate, *own_scales) if computed else None
+        joined, own_scales = zip(*map(reference.quantize_fp8, joined), strict=True)
+    expert = reference.SharedExpert(*joined, own_gate, *own_scales) if computed else None
     inner = nan(T * (k + computed), inter, dtype=dtype)
     first = Product(x, gate_up, inner, Norm(norm, EPS), Epilogue(scales[0], activation=activation))
     gates = few_tokens.gate_up(first, logits, k, expert)
@@ -63,7 +60,7 @@ def test_few_tokens(case, T, fp8, computed, make, nan, dtype):
         one = reference.SharedExpert(first, last, own_gate, *own_scales)
         return mixed + reference.shared_expert(reference.rms_norm(x, norm, EPS), one, activation, quantize=False)
 
-    given = (x, norm, residual, logits, gate_up, down, shared, gate, *own, own_gate)
+    given = (x, norm, residual, logits, gate_up, down, shared, gate, *joined, own_gate)
     truth = whole(*(t if t.dtype == torch.float8_e4m3fn else t.double() for t in given))
     assert bounds.fault(bounds.errors(out, truth), bounds.errors(whole(*given), truth), bounds.floor(dtype)) is None
 

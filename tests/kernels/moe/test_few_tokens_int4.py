@@ -26,79 +26,44 @@ def operands(make, case, dtype, T):
 
 
 def expected(x, norm, residual, logits, shared, gate, up, down, k, normalize, activation):
-    h = reference.rms_norm(x, norm, EPS)
+    h = x if norm is None else reference.rms_norm(x, norm, EPS)
     mixed = reference.mixture(h, *reference.route(logits, k, normalize), up, down, activation)
     return residual + mixed + gate.sigmoid() * shared
 
 
-def run(given, k, normalize, activation, nan):
-    x, norm, residual, logits, shared, gate, up, down = given
-    (T, H), inter = x.shape, down[2].shape[2]
-    inner, out = nan(T * k, inter, dtype=x.dtype), nan(T, H, dtype=x.dtype)
-    first = Product(x, up[0], inner, Norm(norm, EPS), Epilogue(up[1], activation=activation))
-    few_tokens_int4.gate_up(first, logits, k)
-    second = Product(inner, down[0], out, None, Epilogue(down[1], residual=residual))
-    return few_tokens_int4.down(second, logits, k, normalize, SharedOutput(shared, gate))
-
-
-def check(given, k, normalize, activation, out, agrees):
+def check(given, k, normalize, activation, nan, agrees, config=None):
     *rest, up, down = given
-    dtype = given[0].dtype
+    x, norm, residual, logits, shared, gate = rest
+    (T, H), inter, dtype = x.shape, down[2].shape[2], x.dtype
+    inner, out = nan(T * k, inter, dtype=dtype), nan(T, H, dtype=dtype)
+    normed = None if norm is None else Norm(norm, EPS)
+    first = Product(x, up[0], inner, normed, Epilogue(up[1], activation=activation))
+    few_tokens_int4.gate_up(first, logits, k, config=config)
+    second = Product(inner, down[0], out, None, Epilogue(down[1], residual=residual))
+    few_tokens_int4.down(second, logits, k, normalize, SharedOutput(shared, gate), config=config)
     options = (k, normalize, activation)
-    same = expected(*rest, *(w[2].to(dtype) for w in (up, down)), *options)
-    truth = expected(*(t.double() for t in rest), up[2], down[2], *options)
-    agrees(out, same, truth)
+    same = expected(*rest, *(weights[2].to(dtype) for weights in (up, down)), *options)
+    agrees(out, same, expected(*(t if t is None else t.double() for t in rest), up[2], down[2], *options))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("T", [1, 3])
 def test_few_tokens(case, T, dtype, make, nan, agrees):
     """Each token with its experts, shares, residual and shared expert."""
-    given, k, normalize = operands(make, case, dtype, T), case["k"], case["E"] % 2 == 1
-    activation = "silu" if k > 1 else "gelu_tanh"
-    check(given, k, normalize, activation, run(given, k, normalize, activation, nan), agrees)
+    check(operands(make, case, dtype, T), case["k"], case["E"] % 2 == 1, "silu" if case["k"] > 1 else "gelu_tanh", nan, agrees)
 
 
 CONFIGS = [FewTokensInt4Config(*sizes) for sizes in ((1, 1, 1), (2, 2, 1), (4, 1, 2), (8, 1, 1))]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.rows}-{c.num_warps}-{c.tiles}")
-def test_gate_up(config, dtype, make, nan, agrees):
+@pytest.mark.parametrize(("k", "H", "inter"), [(2, 1400, 9), (5, 9, 300), (3, 9, 1056), (4, 9, 61)])
+def test_any_configuration(config, k, H, inter, dtype, make, nan, agrees):
     """Programs of 1 to 8 outputs, of which the last have fewer; two tiles, the second with an end of K that is ragged, in flight
-    together or not; with a norm and without."""
-    E, k, K, N, T = 5, 2, 1400, 9, 2
-    group = 32 if config.rows in (1, 4) else 128
-    words, scales, exact = four_bits(make(E, 2 * N, K, dtype=torch.float32) / K**0.5, group)
-    x, logits, norm, out = make(T, K, dtype=dtype), make(T, E, dtype=dtype), 1 + make(K, dtype=dtype), nan(T * k, N, dtype=dtype)
-    weight = None if config.rows == 2 else Norm(norm, EPS)
-    few_tokens_int4.gate_up(Product(x, words, out, weight, Epilogue(scales, activation="silu")), logits, k, config=config)
-    experts = reference.route(logits, k, True)[1].flatten()
-
-    def each(x, norm, weights):
-        h = x if weight is None else reference.rms_norm(x, norm, EPS)
-        rows = zip(h.repeat_interleave(k, 0), experts.tolist(), strict=True)
-        return torch.stack([reference.gated((weights[e] @ row)[None], "silu")[0] for row, e in rows])
-
-    agrees(out, each(x, norm, exact.to(dtype)), each(x.double(), norm.double(), exact))
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.rows}-{c.num_warps}-{c.tiles}")
-@pytest.mark.parametrize(("k", "K"), [(5, 300), (3, 1056), (4, 61)])
-def test_down(config, k, K, dtype, make, nan, agrees):
-    """The same; tiles that begin in one expert and end in the second or fifth next."""
-    E, N, T = 7, 9, 2
-    words, scales, exact = four_bits(make(E, N, K, dtype=torch.float32) / K**0.5, 32 if config.rows in (1, 4) else 128)
-    x, logits, residual = (make(*sizes, dtype=dtype) for sizes in ((T * k, K), (T, E), (T, N)))
-    out = nan(T, N, dtype=dtype)
-    product = Product(x, words, out, None, Epilogue(scales, residual=residual))
-    few_tokens_int4.down(product, logits, k, True, config=config)
-
-    def total(x, logits, residual, weights):
-        shares, experts = reference.route(logits, k, True)
-        rows = torch.einsum("tjnk,tjk->tjn", weights[experts], x.unflatten(0, (T, k)))
-        return residual + (rows * shares[:, :, None]).sum(1)
-
-    agrees(out, total(x, logits, residual, exact.to(dtype)), total(x.double(), logits.double(), residual.double(), exact))
+    together or not; tiles of down that begin in one expert and end in the second or fifth next; with a norm and without."""
+    case = {"E": 7, "k": k, "H": H, "I": inter, "group": 32 if config.rows in (1, 4) else 128}
+    x, norm, *rest = operands(make, case, dtype, 2)
+    check((x, None if config.rows == 2 else norm, *rest), k, True, "silu", nan, agrees, config)
 
 
 @pytest.mark.parametrize("sms", [132, 20])
@@ -106,8 +71,7 @@ def test_configurations(sms):
     """A thread's words in flight fit in its registers, x of gate and up too, and the tokens decide nothing."""
     shapes = ((768, 2048, True), (2048, 768, False), (512, 4096, True), (7168, 2048, False), (2048, 7168, True), (9, 40, True))
     for N, K, gated in shapes:
-        found = {few_tokens_int4.rule(ProductFacts(T, N, K, 2, gated, E=128, k=8), Gpu(90, sms)) for T in range(1, MOST + 1)}
-        (c,) = found
+        (c,) = {few_tokens_int4.rule(ProductFacts(T, N, K, 2, gated, E=128, k=8), Gpu(90, sms)) for T in range(1, MOST + 1)}
         rows = c.rows * (2 if gated else 1)
         assert c.rows in (1, 2, 4, 8)
         assert 4 * rows * c.tiles <= 64

@@ -98,8 +98,9 @@ def test_products_with_any_configuration(block_n, block_k, make, nan, agrees):
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("config", [None, (4, 1, 64, 1, 3), (8, 2, 128, 4, 1), (16, 2, 256, 9, 2)], ids=str)
-@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize(
+    ("T", "config"), [(1, None), (3, (4, 1, 64, 1, 3)), (1, (8, 2, 128, 4, 1)), (3, (16, 2, 256, 9, 2))], ids=str
+)
 def test_few_tokens(T, sizes, config, make, nan, agrees):
     """Blocks of outputs that lie in one block of rows, in several, and past the end. Activations are not rounded."""
     E, k, H, inter, *_ = sizes
@@ -117,22 +118,6 @@ def test_few_tokens(T, sizes, config, make, nan, agrees):
     terms = [w * (down[2][e] @ y) for w, (_, e), y in zip(weights.flatten(), pairs, inner.double(), strict=True)]
     truth = residual.double() + torch.stack(terms).view(T, k, H).sum(1)
     agrees(out, truth.half(), truth)
-
-
-@pytest.mark.parametrize("T", [1, 30])
-def test_nan_of_an_expert_stays_with_its_tokens(T, make):
-    """Of a scale. (The interpreter has no NaN in FP8.)"""
-    E, H, inter = 6, 144, 32
-    (gate_up, up_scale, _), (down, down_scale, _) = experts(make, E, H, inter, 32, 16)
-    h, logits = make(T, H, dtype=torch.float32), make(T, E, dtype=torch.float32)
-    chosen = reference.route(logits, 2, True)[1]
-    broken = next(e for e in range(E) if (T > 1 or e not in chosen) and not (chosen == e).any(1).all())
-    up_scale[broken, 1, 1] = torch.nan
-    down_scale[broken, -1, 0] = torch.nan
-    out = mixture_residual(h, logits, gate_up, down, h, 2, True, "silu", gate_up_scale=up_scale, down_scale=down_scale)
-    users = (chosen == broken).any(1)
-    assert (0 < users.sum() < T) if T > 1 else not users.any()
-    assert torch.equal(out.isnan().any(1), users)
 
 
 def test_scales_that_fit_no_weight_are_named(make):

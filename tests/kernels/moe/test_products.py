@@ -101,18 +101,18 @@ def test_no_tokens_and_wrong_arguments(make):
     gate_up, down = weights(make, 4, 16, 8, torch.float32)
     h, logits = make(2, 16, dtype=torch.float32), make(2, 4, dtype=torch.float32)
     assert mixture_residual(h[:0], logits[:0], gate_up, down, h[:0], 2, True, "silu").shape == (0, 16)
-    for where, arguments in (
+    for words, arguments in (
         ("gate_up", (h, logits, gate_up[:, :-2].contiguous(), down, h, 2, True, "silu")),
         ("down", (h, logits, gate_up, down[:3], h, 2, True, "silu")),
         ("top_k", (h, logits, gate_up, down, h, 5, True, "silu")),
         ("activation", (h, logits, gate_up, down, h, 2, True, "relu")),
         ("logits", (h, logits[:1], gate_up, down, h, 2, True, "silu")),
     ):
-        with pytest.raises(InputError, match=f"^{where}"):
+        with pytest.raises(InputError, match=f"^{words}"):
             mixture_residual(*arguments)
-    for shared, where in (
+    for shared, words in (
         (SharedOutput(h, h), "shared.gate"), (SharedOutput(h[:, 1:], h[:, :1]), "shared.output"),
         (reference.SharedExpert(gate_up[0, 2:], down[0], h[:1]), "shared: these experts do not compute it"),
     ):  # fmt: skip
-        with pytest.raises(InputError, match=where):
+        with pytest.raises(InputError, match=words):
             mixture_residual(h, logits, gate_up, down, h, 2, True, "silu", shared=shared)

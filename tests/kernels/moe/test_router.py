@@ -74,8 +74,8 @@ def test_gather_normalizes(quantized, dtype, make):
     if not quantized:
         torch.testing.assert_close(rows, expected, rtol=0, atol=0)
         return
-    values, own = reference.quantize_fp8(expected)
-    assert torch.equal(scale, own)
+    values, scales = reference.quantize_fp8(expected)
+    assert torch.equal(scale, scales)
     assert torch.equal(rows.view(torch.uint8), values.view(torch.uint8))
 
 

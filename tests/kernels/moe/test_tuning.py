@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.weights import InBlocks
 
 from minirt import models
 from minirt.cli.tune import linear_shapes
@@ -15,7 +16,7 @@ from minirt.kernels.linear.product import ProductFacts
 from minirt.kernels.moe import few_tokens, tuning
 from minirt.kernels.moe.dispatch import mixture_residual
 from minirt.kernels.reference import SharedExpert, computes_shared
-from minirt.modeling.formats import FormatChoice, Quantization, StoredFp8Blocks
+from minirt.modeling.formats import Quantization
 from minirt.modeling.model import Model
 
 UP = LinearShape(12, 24, True, False, torch.float16, False, experts=(35, 2))
@@ -36,8 +37,8 @@ def test_cases_of_few_tokens(stored, device, monkeypatch):
         check(other)
         with override_config(case.family, case.bucket, other):
             facts = ProductFacts(1, shape.N, shape.K, 1 if shape.fp8 else 2, shape.gated, blocks=shape.blocks, E=35, k=2)
-            found = few_tokens.FAMILY.lookup(device, facts)
-        assert found == other
+            config = few_tokens.FAMILY.lookup(device, facts)
+        assert config == other
     original = few_tokens.down
     monkeypatch.setattr(few_tokens, "down", lambda *a, **b: original(*a, **b).mul_(1.1))
     with pytest.raises(NumericsError):
@@ -58,7 +59,7 @@ def test_the_case_is_that_of_launches_with_a_shared_expert(shared, device, monke
     buckets, inner = [], few_tokens.FAMILY.bucket
     weights = [torch.zeros(35, 24, 24), torch.zeros(35, 24, 12), torch.zeros(2 * shared, 24), torch.zeros(24, shared)]
     gate_up, down, *one = (weight.to(device, torch.float16) for weight in weights)
-    own = SharedExpert(*one, torch.zeros(1, 24, dtype=torch.float16, device=device))
+    expert = SharedExpert(*one, torch.zeros(1, 24, dtype=torch.float16, device=device))
     x = torch.zeros(1, 24, dtype=torch.float16, device=device)
 
     def lookup(device, facts):
@@ -66,19 +67,14 @@ def test_the_case_is_that_of_launches_with_a_shared_expert(shared, device, monke
         return few_tokens.rule(facts, gpu_of(device))
 
     monkeypatch.setattr(few_tokens, "FAMILY", SimpleNamespace(lookup=lookup))
-    joins = computes_shared(1, 2, gate_up, down, None, None, own)
+    joins = computes_shared(1, 2, gate_up, down, None, None, expert)
     logits = torch.zeros(1, 35, dtype=torch.float16, device=device)
-    mixture_residual(x, logits, gate_up, down, x, 2, True, "silu", shared=own if joins else None)
+    mixture_residual(x, logits, gate_up, down, x, 2, True, "silu", shared=expert if joins else None)
     assert joins == (shared == 12)
     assert [case.bucket for case in cases] == buckets
     for case in cases:
         _, check = case.prepare()
         check(case.default)
-
-
-class InBlocks(FormatChoice):
-    def format_of(self, modules, *, head, tied):
-        return None if head else StoredFp8Blocks()
 
 
 @pytest.mark.parametrize(("choice", "blocks"), [(Quantization("fp8", None), False), (InBlocks(), True)], ids=["rows", "blocks"])

@@ -4,16 +4,12 @@ Catches: a row that uses its neighbour's slot or list, entries beyond a list's e
 partial block, a bias applied twice, the short way of a row without rules changing its logits.
 """
 
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from support.raising import raises
 
 from minirt.engine.logits_processors import LogitsProcessors, Rules
 from minirt.engine.logprobs import MAX_TOP, columns, token_logprobs, unpack
@@ -50,13 +46,13 @@ def filled(V: int, device: torch.device, impl: str, seed: int = 0):
     processors = LogitsProcessors(len(rules) + 3, V, longest, device, impl)
     slots = rng.permutation(len(rules) + 3)[: len(rules)].tolist()
     steps = [int(rng.integers(2, 9)) for _ in rules]
-    for slot, own, step in zip(slots, rules, steps, strict=True):
+    for slot, rule, step in zip(slots, rules, steps, strict=True):
         stale = Rules(1.0, 1.0, 2.0, {0: 9.0, 1: 9.0}, (0,), ((1,), (2, 3)), 30, (0, 1, 2))
         processors.fill(slot, stale, [0, 1, 2], [2, 2])
-        if own is not None:
+        if rule is not None:
             tokens = rng.integers(0, 6, 40).tolist()
-            processors.fill(slot, own, tokens[20:], [*[1, 2, 0, 1, 2, 2, 1, 2, 0][: step - 2], 1, 2])
-    rows = [-1 if own is None else slot for slot, own in zip(slots, rules, strict=True)]
+            processors.fill(slot, rule, tokens[20:], [*[1, 2, 0, 1, 2, 2, 1, 2, 0][: step - 2], 1, 2])
+    rows = [-1 if rule is None else slot for slot, rule in zip(slots, rules, strict=True)]
     at = torch.tensor(rows, dtype=torch.int32, device=device)
     return processors, at, torch.tensor(steps, device=device)
 
@@ -106,8 +102,8 @@ def test_drafts_count_as_generated_tokens(impl, make, device):
     known = [[9], [4, 1], [5, 5, 5]]  # generated before
     logits = make(4, V, dtype=torch.float32, scale=4.0)
     processors = LogitsProcessors(3, V, 64, device, impl)
-    for slot, own in enumerate(rules):
-        processors.fill(slot, own, [1, 900], known[slot])
+    for slot, rule in enumerate(rules):
+        processors.fill(slot, rule, [1, 900], known[slot])
     one_by_one = []
     for slot in range(3):
         row = torch.tensor([slot], dtype=torch.int32, device=device)
@@ -121,8 +117,8 @@ def test_drafts_count_as_generated_tokens(impl, make, device):
     step = torch.tensor([len(known[slot]) + j for slot in range(3) for j in range(4)], device=device)
     table = torch.full((3, 9), -7, dtype=torch.int32)  # a view of rows with other words around
     table[:, 2:5] = drafts
-    own = Drafts(table.to(device)[:, 2:5], counts)
-    together = processors.process(logits.repeat(3, 1), rows, step, drafts=own, **ALL)
+    rule = Drafts(table.to(device)[:, 2:5], counts)
+    together = processors.process(logits.repeat(3, 1), rows, step, drafts=rule, **ALL)
     assert torch.equal(together, torch.cat(one_by_one))
     assert not torch.equal(together[0], together[3]), "the drafts make a difference"
 
@@ -147,8 +143,8 @@ def test_a_sequence_of_one_token_is_counted_exactly(impl, longest, device):
     for step in (longest - 3, longest - 2):
         processors.record(torch.tensor([2], device=device), row, torch.tensor([step], device=device))
     logits = torch.zeros(1, 4, device=device)
-    found = processors.process(logits, row, torch.tensor([longest - 1], device=device), any_bias=False, any_ban=False)
-    assert found.tolist() == [[0, 0, -(longest - 1) / 256, 0]]
+    result = processors.process(logits, row, torch.tensor([longest - 1], device=device), any_bias=False, any_ban=False)
+    assert result.tolist() == [[0, 0, -(longest - 1) / 256, 0]]
 
 
 @pytest.mark.parametrize("impl", ["eager", "triton"])
@@ -166,16 +162,16 @@ def test_the_longest_lists_in_a_long_text(impl, device):
         "two": (Rules(bad_words=((*last[-2:], 9),)), [9]), "bias": (Rules(bias=bias), []),
     }  # fmt: skip
     processors = LogitsProcessors(3, V, 8192, device, impl)
-    for own, expected in rules.values():
-        own.check_sizes()
-        processors.fill(2, own, [], generated[:known])
+    for rule, expected in rules.values():
+        rule.check_sizes()
+        processors.fill(2, rule, [], generated[:known])
         row = torch.tensor([2], dtype=torch.int32, device=device)
         for step in range(known, len(generated)):
             processors.record(torch.tensor([generated[step]], device=device), row, torch.tensor([step], device=device))
         step = torch.tensor([len(generated)], device=device)
-        found = processors.process(torch.zeros(1, V, device=device), row, step, **ALL)[0]
-        assert found.isinf().nonzero().flatten().tolist() == expected
-        assert (found == 1.5).nonzero().flatten().tolist() == list(own.bias)
+        result = processors.process(torch.zeros(1, V, device=device), row, step, **ALL)[0]
+        assert result.isinf().nonzero().flatten().tolist() == expected
+        assert (result == 1.5).nonzero().flatten().tolist() == list(rule.bias)
 
 
 @pytest.mark.parametrize("rules", [
@@ -183,8 +179,7 @@ def test_the_longest_lists_in_a_long_text(impl, device):
     Rules(bad_words=((1,) * (MOST_ENTRIES + 2),)), Rules(min_tokens=1, end_ids=tuple(range(MOST_ENTRIES + 1))),
 ])  # fmt: skip
 def test_lists_that_are_too_long_are_refused(rules):
-    with pytest.raises(InputError, match=r"too many .* at most 4,096; found 4,097"):
-        rules.check_sizes()
+    raises(r"too many .* at most 4,096; found 4,097", rules.check_sizes)
 
 
 @pytest.mark.parametrize("V", [1, 20, 1031, 5000])
@@ -197,13 +192,13 @@ def test_logprobs_are_the_eager_form(V, make, device):
     tokens = torch.tensor([0, V - 1, V // 2, 0, int(logits[4].argmax()), -1], device=device)
     wanted = [min(V, n) for n in (20, 7, 1)] + [0, min(V, 20), -1]
     counts = torch.tensor(wanted, dtype=torch.int32, device=device)
-    found = {}
+    results = {}
     for impl in ("eager", "triton"):
         out = torch.full((6, columns(MAX_TOP)), 77, dtype=torch.int32, device=device)
         assert token_logprobs(logits, tokens, counts, min(V, MAX_TOP), impl=impl, out=out) is out
-        found[impl] = unpack(out[:5].cpu(), tokens[:5].tolist(), wanted[:5])
+        results[impl] = unpack(out[:5].cpu(), tokens[:5].tolist(), wanted[:5])
     exact = logits.double().log_softmax(-1)
-    for row, (one, other) in enumerate(zip(found["eager"], found["triton"], strict=True)):
+    for row, (one, other) in enumerate(zip(results["eager"], results["triton"], strict=True)):
         assert (one.token_id, one.rank) == (other.token_id, other.rank)
         assert one.rank == 1 + int((logits[row] > logits[row, one.token_id]).sum())
         assert [token for token, _ in one.top] == [token for token, _ in other.top]
@@ -233,39 +228,6 @@ def test_faulty_arguments_are_refused(make, device):
     with pytest.raises(InputError, match="mask: wrong shape"):
         processors.process(logits, rows, step, torch.zeros(11, 1, dtype=torch.int32, device=device), **ALL)
     small = logprob_kernels.LogprobsWorkspace(1, 33, device)
-    with pytest.raises(InputError, match="workspace: too small"):
-        token_logprobs(logits, step, rows, 5, impl="triton", workspace=small)
-    with pytest.raises(InputError, match="unknown implementation"):
-        token_logprobs(logits, step, rows, 5, impl="fast")
+    raises("workspace: too small", token_logprobs, logits, step, rows, 5, impl="triton", workspace=small)
+    raises("unknown implementation", token_logprobs, logits, step, rows, 5, impl="fast")
 
-
-COMPILE = """
-import json, sys; sys.path.insert(0, sys.argv[2])
-import compile_all, torch
-from minirt.engine.logits_processors import LogitsProcessors, Rules
-from minirt.engine.logprobs import token_logprobs
-results = []
-compile_all.compile_instead_of_launching(int(sys.argv[1]), results)
-for V in (152064, 1031)[: 1 if sys.argv[1] == "90" else 2]:
-    rules = [Rules(0.1, 0.2, 1.3, {0: 1.0}, (1, 2), ((1, 2),), 3, (2,))] * 2
-    longest = 100 if V > 2000 else 2**16  # counts of 16 and of 32 bits
-    processors = LogitsProcessors(2, V, longest, torch.device("cpu"), "triton")
-    processors.fill(0, rules[0], [1], [2])
-    rows, step, logits = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64), torch.empty(2, V)
-    for mask in (None, torch.zeros(2, -(-V // 32), dtype=torch.int32))[int(sys.argv[1] == "90") :]:
-        processors.process(logits, rows, step, mask, any_bias=True, any_ban=True)
-    processors.record(step, rows, step)
-    token_logprobs(logits, step, rows, 5, impl="triton")
-print(json.dumps(results))
-"""
-
-
-@pytest.mark.parametrize("cc", [80, 90])
-def test_compiles(cc):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILE, str(cc), str(Path(__file__).parents[1] / "compile")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    results = json.loads(done.stdout.splitlines()[-1])
-    assert len({r["kernel"] for r in results}) == 6
-    assert all(r["shared"] <= 16 * 1024 for r in results)

@@ -4,21 +4,16 @@ Catches: a bin's edge counted twice or not at all, a total that lacks a block, k
 Philox words, state left over from the previous call, padding of the last block that wins or is counted.
 """
 
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
+from support.raising import raises
 
 from minirt.engine.sampler import SamplingBatch, exponential_noise, filtered_weights, sample
-from minirt.errors import InputError
 from minirt.kernels.sampling import filters
 from minirt.kernels.sampling import sample as kernel
 from minirt.kernels.sampling.filters import LIGHTEST, divided, select, weights_of
@@ -123,8 +118,8 @@ def test_filters_stop_where_eager_does(name, device):
                 assert np.int32(-limit).view(np.float32) == pytest.approx(smallest, rel=2e-6), options
             elif used is only_k and options.get("top_k", row.numel()) < row.numel():
                 smallest = row.sort(descending=True).values[options["top_k"] - 1].cpu().numpy()
-                found = ~limit
-                assert np.int32(found ^ ((found >> 31) & 0x7FFFFFFF)).view(np.float32) == smallest, options
+                key = ~limit
+                assert np.int32(key ^ ((key >> 31) & 0x7FFFFFFF)).view(np.float32) == smallest, options
 
 
 def test_rows_without_a_distribution(device):
@@ -170,8 +165,7 @@ def test_greedy_from_an_lm_heads_row_maxima(make, device):
     assert kernel.sample(-logits, batch, row_maxima=buffer[:, :parts]).tolist() == expected
     sampled = SamplingBatch.build([(settings(seed=i), 0) for i in range(B)], device)
     assert kernel.sample(logits, sampled, row_maxima=buffer[:, :parts]).tolist() == kernel.sample(logits, sampled).tolist()
-    with pytest.raises(InputError, match="row_maxima: wrong shape"):
-        kernel.sample(logits, batch, row_maxima=buffer[1:])
+    raises("row_maxima: wrong shape", kernel.sample, logits, batch, row_maxima=buffer[1:])
 
 
 @triton.jit
@@ -262,12 +256,12 @@ def test_many_rows_are_left_for_the_selection(make, device, monkeypatch):
     logits[3::17] = NAN
     logits[:, 2049] = 1.0
     workspace = kernel.SamplingWorkspace(B, V, device)
-    own = [
+    kinds = [
         {"top_p": 0.02}, {"top_k": 3}, {"min_p": 0.8}, {"top_k": 40, "top_p": 0.3}, {"temperature": 0},
         {"top_p": 0.1, "min_p": 0.5},
     ]  # fmt: skip
     for step in range(2):
-        requests = [(settings(seed=i, **own[i % len(own)]), step) for i in range(B)]
+        requests = [(settings(seed=i, **kinds[i % len(kinds)]), step) for i in range(B)]
         batch = SamplingBatch.build(requests, device)
         assert kernel.sample(logits, batch, workspace=workspace).tolist() == sample(logits, batch, "eager").tolist()
         assert not workspace.buffers.arrivals.any()
@@ -298,8 +292,8 @@ def test_top_k_and_top_p_together_are_checked_without_a_selection(top_p, make, d
 class Counting:
     """A kernel that notes its launches."""
 
-    def __init__(self, name: str, own, launched: list[str]) -> None:
-        self.name, self.own, self.launched = name, own, launched
+    def __init__(self, name: str, kernel, launched: list[str]) -> None:
+        self.name, self.own, self.launched = name, kernel, launched
 
     def __getitem__(self, grid):
         self.launched.append(self.name)
@@ -337,47 +331,10 @@ def test_wrong_arguments_are_named(make, device):
         (logits.half(), "logits: wrong dtype"), (make(8, 4, dtype=torch.float32).t(), "logits: not contiguous"),
         (make(5, 8, dtype=torch.float32), "temperature: wrong shape"), (logits[:, :0], "logits: wrong vocabulary"),
     ):  # fmt: skip
-        with pytest.raises(InputError, match=message):
-            kernel.sample(wrong, batch)
-    with pytest.raises(InputError, match="out: wrong dtype"):
-        kernel.sample(logits, batch, out=torch.empty(4, dtype=torch.int32, device=device))
+        raises(message, kernel.sample, wrong, batch)
+    raises("out: wrong dtype", kernel.sample, logits, batch, out=torch.empty(4, dtype=torch.int32, device=device))
     for size, options in (((3, 8), {}), ((4, 7), {}), ((4, 8), {"greedy_only": True})):
-        with pytest.raises(InputError, match="workspace: too small"):
-            kernel.sample(logits, batch, workspace=kernel.SamplingWorkspace(*size, device, **options))
-
-
-def python(script: str, *arguments: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", script, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        pytest.fail(done.stderr[-4000:])
-    return done.stdout
-
-
-COMPILE = """
-import json, sys; sys.path.insert(0, sys.argv[2])
-import compile_all, torch
-from minirt.kernels.sampling import batch, sample as sampling
-results = []
-compile_all.compile_instead_of_launching(int(sys.argv[1]), results, "launch" if sys.argv[1] in ("80", "90") else "tile")
-few = 1 if sys.argv[1] == "90" else 2
-for V in (152064, 1031)[: 3 - few]:
-    every = batch.SamplingBatch(*(torch.zeros(2, dtype=t) for t in batch.DTYPES))
-    greedy = every.needed((), all_greedy=True)
-    for settings in (greedy, every, every.needed(("top_p",)))[: 4 - few]:
-        sampling.sample(torch.empty(2, V), settings)
-    sampling.sample(torch.empty(2, V), greedy, row_maxima=torch.zeros(2, 500, dtype=torch.int64))
-print(json.dumps(results))
-"""
-
-
-@pytest.mark.parametrize("cc", [80, 89, 90, 100, 120])
-def test_compiles(cc):
-    results = json.loads(python(COMPILE, str(cc), str(Path(__file__).parents[1] / "compile")).splitlines()[-1])
-    names = ("race", "check", "sum", "collect", "select", "greedy")
-    assert {r["kernel"] for r in results} == {f"_{name}_kernel" for name in names}
-    assert all(r["shared"] <= 16 * 1024 for r in results)
+        raises("workspace: too small", kernel.sample, logits, batch, workspace=kernel.SamplingWorkspace(*size, device, **options))
 
 
 @pytest.mark.gpu

@@ -61,8 +61,8 @@ def test_tokens_of_the_first_pass(device):
     assert ids.tolist() == wanted
     assert rows_that_stay.tolist() == last
     given = (tokens.to(device), positions.to(device), query_starts.to(device))
-    found = draft_model.first_pass(table.to(device), moved(rows, device), *given)
-    assert [own.tolist() for own in found] == [wanted, last]
+    result = draft_model.first_pass(table.to(device), moved(rows, device), *given)
+    assert [values.tolist() for values in result] == [wanted, last]
 
 
 # slot, cached, NUM_NEXT, final, prompt, temperature, seed
@@ -86,12 +86,12 @@ def test_draws(reduced, device):
         logits = torch.randn(len(ORDER), count)
         logits[torch.arange(len(ORDER)), torch.tensor(best)] += 1000.0
         outs = []
-        for form, own, place in ((draft_model_reference, table, torch.device("cpu")), (draft_model, ours, device)):
+        for form, held, place in ((draft_model_reference, table, torch.device("cpu")), (draft_model, ours, device)):
             out = DraftTokens(*(torch.full((n,), GARBAGE, dtype=t, device=place) for n, t in (
                 *((len(ORDER), torch.int64),) * 3, (len(ORDER), torch.int32), (len(ORDER) + 1, torch.int32)
             )))  # fmt: skip
             form.draw(
-                logits.to(place), None if ids is None else ids.to(place), own, COLUMNS, moved(rows, place), out, number=number,
+                logits.to(place), None if ids is None else ids.to(place), held, COLUMNS, moved(rows, place), out, number=number,
                 most=5, page_size=PAGE, kv_split=SPLIT,
             )  # fmt: skip
             outs.append([values.tolist() for values in out])
@@ -127,10 +127,10 @@ def test_the_noise_is_that_of_the_sampler(device):
 
     count, cached, prompt = 3001, 9, 4
     for seed, temperature in ((0, 1.0), (2**63 + 11, 0.3), (77, 4.0)):
-        own = seed - 2**64 if seed >= 2**63 else seed
+        signed = seed - 2**64 if seed >= 2**63 else seed
         for number in (1, 3):
             logits = torch.randn(1, count, generator=torch.Generator().manual_seed(number)) * 3
-            table = build([(2, cached, number, 99, prompt, temperature, own)])
+            table = build([(2, cached, number, 99, prompt, temperature, signed)])
             params = resolve(SamplingParams(temperature=temperature, seed=seed), None)
             wanted = int(sample(logits, SamplingBatch.build([(params, cached + number - prompt)])))
             ids = torch.tensor(sorted({*range(5, count, 7), wanted}))

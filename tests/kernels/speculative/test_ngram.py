@@ -55,18 +55,18 @@ def check(histories, columns, device, sizes=None, **options):
     reference.propose(eager, columns, rows, **sizes)
     ngram.propose(ours, columns, Rows(*(values.to(device) for values in rows)), **sizes)
     assert torch.equal(ours.cpu(), eager)
-    found = []
+    results = []
     for i, (history, slot) in enumerate(zip(histories, rows.slots.tolist(), strict=True)):
         if slot < 0 or i in options.get("frozen", ()):
-            found.append(None)
+            results.append(None)
             continue
         row = table[slot]
         matched, drafts = expected(history, int(row[words.FINAL_LEN]) - len(history) - 1, **sizes)
         row[words.NUM_NEXT], row[words.MATCHED] = 1 + len(drafts), matched
         row[words.NEXT_TOKENS + 1 : words.NEXT_TOKENS + 1 + len(drafts)] = torch.tensor(drafts, dtype=torch.int32)
-        found.append((matched, drafts))
+        results.append((matched, drafts))
     assert torch.equal(eager, table)
-    return found
+    return results
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_random_histories(sizes, block, device, monkeypatch):
         finals = [len(history) + rng.choice((1, 2, 3, 5, 9, 200)) for history in histories]
         chosen = rng.sample(range(24), 4)
         settings = dict(zip(SIZES, sizes, strict=True))
-        found = check(histories, columns, device, settings, frozen=chosen[:2], finals=finals, padding=chosen[2:])
-        matches = [own for own in found if own is not None]
+        results = check(histories, columns, device, settings, frozen=chosen[:2], finals=finals, padding=chosen[2:])
+        matches = [match for match in results if match is not None]
         assert sum(1 for length, _ in matches if length) > 5
         assert sum(1 for length, _ in matches if not length) > 1
     finally:
@@ -102,16 +102,16 @@ def test_many_tokens(device):
         history = [rng.randrange(900) for _ in range(last - 2)] + pattern
         history[last - 3 - back : last - back] = pattern
         histories.append(history)
-    found = check(histories, Columns(4, 1, 3, 2 * ngram._BLOCK), device)
-    assert [length for length, _ in found] == [3] * 4
+    results = check(histories, Columns(4, 1, 3, 2 * ngram._BLOCK), device)
+    assert [length for length, _ in results] == [3] * 4
 
 
 def test_the_end_of_a_sequence(device):
     """A step with all drafts computes the last token but one, and draws the last. MATCHED is 0 where no draft is left."""
     history = [1, 2, 3, 1, 2, 3, 1, 2]
     finals = [len(history) + n for n in (1, 2, 3, 5, 6, 0)]
-    found = check([history] * 6, Columns(4, 1, 3, 40), device, finals=finals)
-    assert found == [(0, []), (4, [3]), (4, [3, 1]), (4, [3, 1, 2, 3]), (4, [3, 1, 2, 3]), (0, [])]
+    results = check([history] * 6, Columns(4, 1, 3, 40), device, finals=finals)
+    assert results == [(0, []), (4, [3]), (4, [3, 1]), (4, [3, 1, 2, 3]), (4, [3, 1, 2, 3]), (0, [])]
 
 
 def test_a_history_that_fills_its_row(device):
@@ -133,15 +133,12 @@ def test_no_sequence(device):
     ngram.propose(torch.zeros(1, 64, dtype=torch.int32, device=device), Columns(4, 1, 3, 8), rows, **SIZES)
 
 
-@pytest.mark.parametrize(
-    ("columns", "changed", "message"),
-    [
-        (Columns(4, 1, 3, 0), {}, "history: n-gram matching reads the tokens of sequences; expected columns for 1 to"),
-        (Columns(4, 1, 3, 1 << 27), {}, "history: "), (Columns(3, 1, 3, 8), {}, "most: .*; expected 1 to 3; found 4"),
-        (Columns(4, 1, 3, 8), {"most": 0}, "most: "), (Columns(4, 1, 3, 8), {"shortest": 0}, "shortest, longest: "),
-        (Columns(4, 1, 3, 8), {"shortest": 5}, "found 5 and 4"), (Columns(4, 1, 3, 8), {"longest": 17}, "<= 16; found 2 and 17"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("columns", "changed", "message"), [
+    (Columns(4, 1, 3, 0), {}, "history: n-gram matching reads the tokens of sequences; expected columns for 1 to"),
+    (Columns(4, 1, 3, 1 << 27), {}, "history: "), (Columns(3, 1, 3, 8), {}, "most: .*; expected 1 to 3; found 4"),
+    (Columns(4, 1, 3, 8), {"most": 0}, "most: "), (Columns(4, 1, 3, 8), {"shortest": 0}, "shortest, longest: "),
+    (Columns(4, 1, 3, 8), {"shortest": 5}, "found 5 and 4"), (Columns(4, 1, 3, 8), {"longest": 17}, "<= 16; found 2 and 17"),
+])  # fmt: skip
 def test_numbers_out_of_range_are_refused(columns, changed, message):
     """By both forms. The kernel would read words that are no tokens, or pack a length into bits of a place."""
     rows = Rows(*torch.zeros(6, 0, dtype=torch.int32))

@@ -19,15 +19,15 @@ def test_a_row_of_each_tensor_is_copied(kind):
         draw = torch.Generator().manual_seed(len(kind))
         return [torch.randint(-100, 100, shape, generator=draw).to(dtype).to(DEVICE) for shape, dtype in SHAPES[kind]]
 
-    expected, found = made(), made()
-    table = rows.RowTable.of(found)
+    expected, result = made(), made()
+    table = rows.RowTable.of(result)
     assert table is not None
     assert table.word == (1 if kind == "bytes" else 4)
-    last = len(found[0]) - 1
+    last = len(result[0]) - 1
     for source, target in ((0, last), (last, last - 1), (1, 1)):
         rows.copy_rows(expected, source, target)
         copies.copy_rows(table, source, target)
-        assert all(torch.equal(own, other) for own, other in zip(found, expected, strict=True))
+        assert all(torch.equal(copied, other) for copied, other in zip(result, expected, strict=True))
 
 
 def test_what_the_kernel_does_not_take():
