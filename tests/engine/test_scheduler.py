@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine.test_engine import PAGE, engine, undisturbed
+from engine.test_engine import PAGE, SIZES, engine, undisturbed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,6 +70,10 @@ class Watched:
                 self.reasons[output.request_id] = output.finish_reason
         self.it._scheduler.schedule = inner
 
+    def finish(self):
+        while self.it.has_work:
+            self.step()
+
     def _check(self, before, running):
         victims, admitted = before - running, running - before
         self.preemptions += len(victims)
@@ -93,25 +97,18 @@ PROMPTS = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+PRIORITIES, SAMPLES = st.sampled_from([0, 0, -1, 3, 10**30]), st.sampled_from([1, 1, 2, 5])
+
+
+@settings(max_examples=60, deadline=None)
 @given(
-    requests=st.lists(
-        st.tuples(
-            st.integers(0, 15), PROMPTS, st.integers(1, 14), st.sampled_from([0, 0, -1, 3, 10**30]), st.sampled_from([1, 1, 2, 5])
-        ),
-        min_size=2,
-        max_size=12,
-    ),
-    pages=st.integers(9, 30),
-    seqs=st.integers(1, 6),
-    budget=st.integers(1, 40),
+    requests=st.lists(st.tuples(st.integers(0, 15), PROMPTS, st.integers(1, 14), PRIORITIES, SAMPLES), min_size=2, max_size=12),
+    sizes=st.fixed_dictionaries(SIZES | {"pages": st.integers(9, 30), "prefix_cache": st.booleans()}),
     aborts=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 11), st.integers(0, 4)), max_size=6),
-    lookahead=st.integers(0, 1),
-    prefix_cache=st.booleans(),
-)
-def test_any_priorities_and_samples(requests, pages, seqs, budget, aborts, lookahead, prefix_cache):
+)  # fmt: skip
+def test_any_priorities_and_samples(requests, sizes, aborts):
     """The mock model's tokens do not depend on the seed, so all samples of a prompt have the same."""
-    it, cache = engine(pages, seqs, budget, length=36, lookahead=lookahead, prefix_cache=prefix_cache)
+    it, cache = engine(length=36, **sizes)
     watched, ids = Watched(it), {}
     for step in range(3000):
         for i, (arrival, prompt, count, priority, n) in enumerate(requests):
@@ -129,9 +126,9 @@ def test_any_priorities_and_samples(requests, pages, seqs, budget, aborts, looka
         for sample in ids[i]:
             tokens = watched.tokens[sample]
             assert tokens == (wanted[: len(tokens)] if watched.reasons[sample] == "abort" else wanted)
-    assert cache.allocator.num_free == pages, "pages leaked"
+    assert cache.allocator.num_free == sizes["pages"], "pages leaked"
     assert len(it._scheduler.waiting) == len(it._scheduler._followers) == 0
-    assert sorted(it._scheduler.slots.free) == list(range(seqs))
+    assert sorted(it._scheduler.slots.free) == list(range(sizes["seqs"]))
 
 
 def test_the_lowest_priority_value_comes_first():
@@ -139,8 +136,7 @@ def test_the_lowest_priority_value_comes_first():
     watched = Watched(it)
     for priority in (2, 0, 1, 0, -5):
         watched.add([50, 51], 2, priority)
-    while it.has_work:
-        watched.step()
+    watched.finish()
     assert list(watched.reasons) == [4, 1, 3, 2, 0]
 
 
@@ -157,8 +153,7 @@ def test_who_is_preempted(priorities):
         watched.step()
     victim = max(range(3), key=lambda i: (priorities[i], i))
     assert victim not in it._scheduler.running
-    while it.has_work:
-        watched.step()
+    watched.finish()
     assert [watched.tokens[i] for i in range(3)] == [undisturbed([50 + i] * 7, 12, EOS) for i in range(3)]
     assert cache.allocator.num_free == 8
 
@@ -170,8 +165,7 @@ def test_a_preempted_request_goes_back_before_others_of_its_priority():
         watched.add([50 + i] * 7, 12, 1)
     watched.step()
     later, urgent = watched.add([60] * 7, 12, 1), watched.add([61] * 7, 12, 0)
-    while it.has_work:
-        watched.step()
+    watched.finish()
     assert watched.preemptions > 0
     ends = list(watched.reasons)
     assert ends.index(urgent) < ends.index(2) < ends.index(later)
@@ -195,8 +189,7 @@ def test_samples_compute_their_prompt_once(length, computed, lookahead):
         return inner(plan)
 
     it._runner.start = start
-    while it.has_work:
-        watched.step()
+    watched.finish()
     assert [first[i] for i in range(5)] == computed
     assert all(watched.tokens[i] == undisturbed(prompt, 6, EOS) for i in range(5))
     assert watched.tokens[later] == undisturbed([70] * 9, 2, EOS)
@@ -220,8 +213,7 @@ def test_when_the_first_sample_leaves_the_next_computes_the_prompt():
     watched.abort(2)
     watched.step()
     watched.abort(0)  # in the middle of the prompt
-    while it.has_work:
-        watched.step()
+    watched.finish()
     steps = it._runner._model.tokens_per_step[:3]
     assert steps == [8, 8, 4 + 4], "the second goes on from the pages of the first, and the fourth from those of both"
     assert watched.tokens[1] == watched.tokens[3] == undisturbed(prompt, 3, EOS)
@@ -232,8 +224,7 @@ def test_a_group_counts_once_and_is_refused_as_a_whole():
     it, _ = engine(seqs=1, lookahead=0, max_waiting=1)
     watched = Watched(it)
     groups = [[watched.add([30 + g] * 9, 3, group=3 * g) for _ in range(3)] for g in range(4)]
-    while it.has_work:
-        watched.step()
+    watched.finish()
     for g, group in enumerate(groups):
         assert {watched.reasons[i] for i in group} == ({"error"} if g > 1 else {"length"})
 
@@ -278,8 +269,7 @@ def test_prompts_leave_time_to_those_that_decode(context_s):
     watched.step()
     for i in range(3):
         watched.add([70 + i] * 120, 4)
-    while it.has_work:
-        watched.step()
+    watched.finish()
     for plan in plans[1:]:
         own = plan.sequences
         new = zip(own.starts.tolist(), own.num_tokens.tolist(), strict=True)
@@ -300,8 +290,7 @@ def test_alone_prompts_have_the_whole_budget():
     watched, sizes, inner = Watched(it), [], it._runner.start
     it._runner.start = lambda plan: sizes.append(plan.num_tokens) or inner(plan)
     watched.add([60] * 300, 4)
-    while it.has_work:
-        watched.step()
+    watched.finish()
     assert sizes[:2] == [256, 44]
 
 
@@ -370,11 +359,8 @@ def test_the_caller_of_a_short_prompt_has_its_token_within_three_steps(lookahead
             break
     assert watched.tokens[3]
     assert not watched.tokens[1] + watched.tokens[2]
-    while it.has_work:
-        watched.step()
-    assert [watched.tokens[i] for i in range(4)] == [
-        undisturbed(prompt, count, EOS) for prompt, count in zip(prompts, (20, 2, 2, 2), strict=True)
-    ]
+    watched.finish()
+    assert [watched.tokens[i] for i in range(4)] == [undisturbed(prompts[i], (20, 2, 2, 2)[i], EOS) for i in range(4)]
 
 
 def test_a_long_prompt_ends_beside_any_number_of_short_ones():

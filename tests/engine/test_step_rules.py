@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engine.test_engine import IDS, PAGE, VOCAB, Drafts, add, drafting, engine, following, undisturbed
+from engine.test_engine import IDS, PAGE, VOCAB, Drafts, add, drafting, engine, finish, following, undisturbed
 
 from minirt.engine.engine import Engine, Request
 from minirt.engine.limits import EngineLimits, max_splits
@@ -41,8 +41,7 @@ def test_sequences_that_share_pages_stay_within_the_bound_of_kv_splits():
 
     it = Engine(model, cache, EngineLimits(4096, 16, 4096), vocab_size=VOCAB, lookahead=1)
     add(it, [3] * 2000, greedy(4))
-    while it.has_work:
-        it.step()
+    finish(it)
     ids = [add(it, [3] * 1990 + [i], greedy(4)) for i in range(16)]
     tokens = [output for _ in range(200) for output in it.step() for _ in output.token_ids]
     assert {output.request_id for output in tokens} == set(ids)
@@ -103,8 +102,7 @@ def test_with_drafts_equal_sizes_do_not_mean_that_every_row_is_kept():
     runner._eager = as_on_a_gpu
     for prompt in ([50, 51], [60, 61]):
         add(it, prompt, greedy(12))
-    while it.has_work:
-        it.step()
+    finish(it)
     assert not wrong
     assert len(seen) > 4
 
@@ -191,8 +189,7 @@ def test_drafts_are_refused_where_states_cannot_be_taken_back():
 def test_after_a_failure_nothing_is_pinned_any_more():
     it, _ = engine(pages=16, length=64, prefix_cache=True)
     add(it, [7] * 12, greedy(1))
-    while it.has_work:
-        it.step()
+    finish(it)
     assert it.pin([7] * 12) == 12
     assert it.max_len < 64
     it.recover()
