@@ -186,16 +186,13 @@ def test_a_server_that_ends_midway_leaves_a_report(run, tmp_path) -> None:
     assert picture.stat().st_size > 1000
 
 
-@pytest.mark.parametrize(
-    ("reply", "message"),
-    [
-        (answer({"detail": "Not Found"}, "404 Not Found"), "HTTP 404 Not Found: Not Found"),
-        (answer(b"<html>", kind="text/html"), "not JSON"),
-        (answer({"data": []}), "names no model"),
-        (answer([]), "names no model"),
-        (b"+OK\r\n", "the answer is not HTTP"),
-    ],
-)
+@pytest.mark.parametrize(("reply", "message"), [
+    (answer({"detail": "Not Found"}, "404 Not Found"), "HTTP 404 Not Found: Not Found"),
+    (answer(b"<html>", kind="text/html"), "not JSON"),
+    (answer({"data": []}), "names no model"),
+    (answer([]), "names no model"),
+    (b"+OK\r\n", "the answer is not HTTP"),
+])  # fmt: skip
 def test_what_is_no_such_server(run, reply, message) -> None:
     async def handler(asked: Asked, reader, writer) -> None:
         writer.write(reply)

@@ -384,14 +384,11 @@ class Wrong(Mixed):
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-@pytest.mark.parametrize(
-    ("column", "value", "message"),
-    [
-        (NUM_NEXT, 6, "NUM_NEXT.*1 to 5.*6"), (NUM_NEXT, 2**31 - 1, "NUM_NEXT.*2147483647"), (NUM_NEXT, -7, "NUM_NEXT.*-7"),
-        (NUM_NEXT, 0, "NUM_NEXT of a sequence that goes on"), (MATCHED, 0, "MATCHED.*positive"),
-        (NEXT_TOKENS + 1, VOCAB, f"a draft.*below {VOCAB}.*{VOCAB}"), (NEXT_TOKENS + 2, -1, "a draft.*-1"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("column", "value", "message"), [
+    (NUM_NEXT, 6, "NUM_NEXT.*1 to 5.*6"), (NUM_NEXT, 2**31 - 1, "NUM_NEXT.*2147483647"), (NUM_NEXT, -7, "NUM_NEXT.*-7"),
+    (NUM_NEXT, 0, "NUM_NEXT of a sequence that goes on"), (MATCHED, 0, "MATCHED.*positive"),
+    (NEXT_TOKENS + 1, VOCAB, f"a draft.*below {VOCAB}.*{VOCAB}"), (NEXT_TOKENS + 2, -1, "a draft.*-1"),
+])  # fmt: skip
 def test_a_wrong_value_of_a_proposer_is_an_error(column, value, message, lookahead):
     """No token outside the vocabulary reaches the model, nothing hangs, and what is drafted by mistake is not ignored."""
     it = engine(Wrong(column, value), lookahead=lookahead)

@@ -7,7 +7,7 @@ import socket
 import threading
 
 import pytest
-from support.server import answer, chunks, events, front, message
+from support.server import answer, answered, chunks, events, front, message
 
 from minirt import models
 from minirt.engine.request import EngineStats, TokenLogprobs, TokenOutput
@@ -44,8 +44,7 @@ def test_a_stream_token_by_token():
     ids = ids_of("Once there was a dog named \"Max\"\n who said:\t'hi \\ ho'")
 
     async def scenario(this, engine, ask):
-        reader, _ = await ask(stream(stream_options={"include_usage": True}))
-        await engine.until(lambda e: e.requests)
+        reader, _ = await engine.gets(ask(stream(stream_options={"include_usage": True})))
         request = engine.requests[0]
         assert request.prompt_token_ids == TOKENIZER.encode("Once")
         assert request.sampling.max_tokens == 2000
@@ -85,8 +84,7 @@ def test_no_character_is_cut():
     pieces = [token for c in text for token in [TOKENIZER.token_id(p) for p in _byte_tokens(c)]]
 
     async def scenario(this, engine, ask):
-        reader, _ = await ask(stream())
-        await engine.until(lambda e: e.requests)
+        reader, _ = await engine.gets(ask(stream()))
         found, body = b"", None
         for i, token in enumerate(pieces):
             engine.send(TokenOutput(engine.requests[0].id, (token,), "length" if i == len(pieces) - 1 else None))
@@ -113,8 +111,7 @@ def test_tokens_that_arrive_together_are_sent_together():
     ids = ids_of("Once upon a time there was a little girl who lived in a house.")
 
     async def scenario(this, engine, ask):
-        reader, _ = await ask(stream())
-        await engine.until(lambda e: e.requests)
+        reader, _ = await engine.gets(ask(stream()))
         engine._writer.writelines([])
         for i, token in enumerate(ids):  # one write, and so one read of the front
             engine.send(TokenOutput(engine.requests[0].id, (token,), "length" if i == len(ids) - 1 else None))
@@ -130,8 +127,7 @@ def test_stream_interval(interval):
     ids = ids_of("a b c d e f g h i j k l m")
 
     async def scenario(this, engine, ask):
-        reader, _ = await ask(stream())
-        await engine.until(lambda e: e.requests)
+        reader, _ = await engine.gets(ask(stream()))
         for i, token in enumerate(ids):
             engine.send(TokenOutput(engine.requests[0].id, (token,), "length" if i == len(ids) - 1 else None))
             await asyncio.sleep(0.002)
@@ -148,8 +144,7 @@ def test_a_stop_string_over_several_tokens_ends_the_request():
     ids = ids_of("one two three four")
 
     async def scenario(this, engine, ask):
-        reader, _ = await ask(stream(stop=["o three"]))
-        await engine.until(lambda e: e.requests)
+        reader, _ = await engine.gets(ask(stream(stop=["o three"])))
         for token in ids:
             engine.send(TokenOutput(engine.requests[0].id, (token,), None))
         _, _, body = await answer(reader)
@@ -164,8 +159,7 @@ def test_a_stop_string_over_several_tokens_ends_the_request():
 
 def test_several_choices():
     async def scenario(this, engine, ask):
-        reader, _ = await ask(stream(n=3, seed=5, prompt=["a", "b"]))
-        await engine.until(lambda e: len(e.requests) == 6)
+        reader, _ = await engine.gets(ask(stream(n=3, seed=5, prompt=["a", "b"])), 6)
         assert [request.sampling.seed for request in engine.requests] == [5, 6, 7] * 2
         words = ["red", "green", "blue", "cat", "dog", "house"]
         for i in (4, 1, 0, 5, 3, 2):
@@ -193,8 +187,7 @@ ROW = TokenLogprobs(ids_of("a")[0], -0.5, 1, tuple((i, -0.1 * i) for i in range(
 @pytest.mark.parametrize("streams", [True, False])
 def test_an_error_before_the_first_token_has_its_status(error, status, code, streams):
     async def scenario(this, engine, ask):
-        reader, _ = await ask(stream(stream=streams))
-        await engine.until(lambda e: e.requests)
+        reader, _ = await engine.gets(ask(stream(stream=streams)))
         engine.send(TokenOutput(engine.requests[0].id, (), "error", error))
         found, headers, body = await answer(reader)
         content = json.loads(body)["error"]
@@ -207,8 +200,7 @@ def test_an_error_before_the_first_token_has_its_status(error, status, code, str
 
 def test_an_error_later_is_the_last_event():
     async def scenario(this, engine, ask):
-        reader, _ = await ask(stream(n=2, seed=1))
-        await engine.until(lambda e: len(e.requests) == 2)
+        reader, _ = await engine.gets(ask(stream(n=2, seed=1)), 2)
         first, second = engine.requests
         engine.send(TokenOutput(first.id, (ids_of("a")[0],), None))
         await reader.readuntil(b"\r\n\r\n")
@@ -229,8 +221,7 @@ def test_an_error_later_is_the_last_event():
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_client_that_goes_aborts_its_requests(begun, streams, capfd):
     async def scenario(this, engine, ask):
-        reader, writer = await ask(stream(stream=streams, n=2, seed=0))
-        await engine.until(lambda e: len(e.requests) == 2)
+        reader, writer = await engine.gets(ask(stream(stream=streams, n=2, seed=0)), 2)
         if begun:
             engine.send(TokenOutput(engine.requests[0].id, (ids_of("a")[0],), None))
             if streams:
@@ -280,8 +271,7 @@ def test_a_slow_reader_is_dropped_and_others_are_not(monkeypatch, capfd):
         slow.connect(_._transport.get_extra_info("peername"))
         slow.sendall(stream(logprobs=20))
         await engine.until(lambda e: len(e.requests) == 1)
-        reader, _w = await ask(stream())
-        await engine.until(lambda e: len(e.requests) == 2)
+        reader, _w = await engine.gets(ask(stream()))
         first, second = engine.requests
         sent = 0
         while not engine.aborted:
@@ -309,12 +299,10 @@ def test_a_slow_reader_is_dropped_and_others_are_not(monkeypatch, capfd):
 
 def test_the_engine_dies():
     async def scenario(this, engine, ask):
-        begun, _ = await ask(stream())
-        await engine.until(lambda e: e.requests)
+        begun, _ = await engine.gets(ask(stream()))
         engine.send(TokenOutput(engine.requests[0].id, (ROW.token_id,), None))
         await begun.readuntil(b"\r\n\r\n")
-        waiting, _ = await ask(stream(stream=False))
-        await engine.until(lambda e: len(e.requests) == 2)
+        waiting, _ = await engine.gets(ask(stream(stream=False)))
         await engine.close()
         status, _, body = await answer(waiting)
         assert status == 503
@@ -322,8 +310,7 @@ def test_the_engine_dies():
         found = b"".join([part async for part in chunks(begun)])
         assert "has ended" in events(found)[-1]["error"]["message"]
         for data in (stream(), message(b"", "/health", "GET"), message({"prompt": "a"}, "/tokenize")):
-            reader, _ = await ask(data)
-            assert (await answer(reader))[0] == 503
+            assert (await answered(ask(data)))[0] == 503
         assert this.engine.ended.done()
 
     run(scenario)
@@ -352,8 +339,7 @@ def test_metrics_without_an_answer_of_the_engine(monkeypatch):
     monkeypatch.setattr("minirt.server.admin._STATS_SECONDS", 0.05)
 
     async def scenario(this, engine, ask):
-        reader, _ = await ask(message(b"", "/metrics", "GET"))
-        status, _, body = await answer(reader)
+        status, _, body = await answered(ask(message(b"", "/metrics", "GET")))
         assert status == 200
         assert b"vllm:generation_tokens_total" in body
         assert b"num_requests_running" not in body
@@ -363,8 +349,7 @@ def test_metrics_without_an_answer_of_the_engine(monkeypatch):
 
 def test_request_timeout():
     async def scenario(this, engine, ask):
-        reader, _ = await ask(stream(stream=False))
-        status, _, body = await answer(reader)
+        status, _, body = await answered(ask(stream(stream=False)))
         assert status == 504
         assert "too long" in json.loads(body)["error"]["message"]
         await engine.until(lambda e: e.aborted)
@@ -374,12 +359,10 @@ def test_request_timeout():
 
 def test_draining_refuses_new_requests_and_ends_running_ones():
     async def scenario(this, engine, ask):
-        reader, _ = await ask(stream(stream=False))
-        await engine.until(lambda e: e.requests)
+        reader, _ = await engine.gets(ask(stream(stream=False)))
         this.draining = True
         for path, method in ((PATH, "POST"), ("/health", "GET"), ("/v1/models", "GET")):
-            refused, _ = await ask(message({"prompt": "a"}, path, method))
-            assert (await answer(refused))[0] == 503
+            assert (await answered(ask(message({"prompt": "a"}, path, method))))[0] == 503
         engine.send(TokenOutput(engine.requests[0].id, (ROW.token_id,), "length"))
         status, _, body = await answer(reader)
         assert status == 200
@@ -398,8 +381,7 @@ def test_api_keys(path, method, key, status, monkeypatch):
     monkeypatch.setattr("minirt.server.admin._STATS_SECONDS", 0.01)
 
     async def scenario(this, engine, ask):
-        reader, _ = await ask(message({}, path, method, **({} if key is None else {"authorization": key})))
-        assert (await answer(reader))[0] == status
+        assert (await answered(ask(message({}, path, method, **({} if key is None else {"authorization": key})))))[0] == status
 
     run(scenario, api_keys=("one", "two"), metrics_need_key=True)
 
@@ -408,13 +390,11 @@ def test_bodies_that_are_too_large_or_too_slow(monkeypatch):
     monkeypatch.setattr(exchange, "BODY_SECONDS", 0.1)
 
     async def scenario(this, engine, ask):
-        reader, _ = await ask(message(b"x" * 2000, PATH))
-        assert (await answer(reader))[0] == 413
+        assert (await answered(ask(message(b"x" * 2000, PATH))))[0] == 413
         reader, _ = await ask(f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999\r\n\r\n".encode())
         assert (await answer(reader))[0] == 413  # before the body
         chunked = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode()
-        reader, _ = await ask(chunked + b"400\r\n" + b"x" * 1024 + b"\r\n1\r\nx\r\n")
-        assert (await answer(reader))[0] == 413
+        assert (await answered(ask(chunked + b"400\r\n" + b"x" * 1024 + b"\r\n1\r\nx\r\n")))[0] == 413
         reader, _ = await ask(f'POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{{"prompt"'.encode())
         assert (await answer(reader))[0] == 408
         assert not engine.requests
@@ -426,8 +406,7 @@ def test_a_conversation_without_a_chat_template_names_the_other_endpoint():
     """And no path of the server's disk."""
 
     async def scenario(this, engine, ask):
-        reader, _ = await ask(message({"messages": [{"role": "user", "content": "a"}]}, "/v1/chat/completions"))
-        status, _, body = await answer(reader)
+        status, _, body = await answered(ask(message({"messages": [{"role": "user", "content": "a"}]}, "/v1/chat/completions")))
         assert status == 400
         assert json.loads(body)["error"]["message"] == (
             "messages: the model has no chat template (send a prompt to /v1/completions)"
@@ -450,8 +429,7 @@ def test_large_requests_are_read_beside_the_event_loop(path, fields, monkeypatch
     monkeypatch.setattr(protocol, "convert", lambda *args: (threads.append(threading.current_thread()), convert(*args))[1])
 
     async def scenario(this, engine, ask):
-        reader, _ = await ask(message(fields, path))
-        assert (await answer(reader))[0] in (200, 400)  # the model has no chat template
+        assert (await answered(ask(message(fields, path))))[0] in (200, 400)  # the model has no chat template
         assert len(threads) == 2
         assert threading.main_thread() not in threads
 
@@ -463,8 +441,7 @@ def test_bad_words_of_many_prompts_are_encoded_once(monkeypatch):
     monkeypatch.setattr(Tokenizer, "spellings", lambda self, word: (words.append(word), spellings(self, word))[1])
 
     async def scenario(this, engine, ask):
-        await ask(stream(prompt=["Once", "upon", "a"], bad_words=["king", "queen"]))
-        await engine.until(lambda e: len(e.requests) == 3)
+        await engine.gets(ask(stream(prompt=["Once", "upon", "a"], bad_words=["king", "queen"])), 3)
         assert words == ["king", "queen"]
         assert len({own.bad_words for own in engine.requests}) == 1
         assert len(engine.requests[2].bad_words) >= 2
@@ -474,8 +451,7 @@ def test_bad_words_of_many_prompts_are_encoded_once(monkeypatch):
 
 def test_tokens_do_not_wait_for_acknowledgements():
     async def scenario(this, engine, ask):
-        await ask(stream())
-        await engine.until(lambda e: e.requests)
+        await engine.gets(ask(stream()))
         (own,) = this.exchanges
         connection = own._scope["extensions"]["minirt"]["transport"].get_extra_info("socket")
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
@@ -507,8 +483,7 @@ def test_a_path_that_does_not_exist():
 
     async def scenario(this, engine, ask):
         for path, hint in paths.items():
-            reader, _ = await ask(message({}, path))
-            status, _, body = await answer(reader)
+            status, _, body = await answered(ask(message({}, path)))
             text = json.loads(body)["error"]["message"]
             assert status == 404, path
             assert text.startswith(f"there is no such path; found {path}{hint}"), text
@@ -521,8 +496,7 @@ def test_no_cross_origin_by_default():
     async def scenario(this, engine, ask):
         reader, _ = await ask(message(b"", "/version", "GET", origin="https://a.example"))
         assert "access-control-allow-origin" not in (await answer(reader))[1]
-        reader, _ = await ask(message(b"", PATH, "OPTIONS", origin="https://a.example"))
-        assert (await answer(reader))[0] == 405
+        assert (await answered(ask(message(b"", PATH, "OPTIONS", origin="https://a.example"))))[0] == 405
 
     run(scenario)
 
@@ -568,8 +542,7 @@ def test_which_requests_with_an_error_count(error, begun, ends, capfd):
     """As in vLLM, a request that is refused counts nowhere, and a prompt counts with its first token. The tokens of refused
     prompts counted, and the log called them aborted."""
     async def scenario(this, engine, ask):
-        reader, _ = await ask(stream())
-        await engine.until(lambda e: e.requests)
+        reader, _ = await engine.gets(ask(stream()))
         request = engine.requests[0]
         if begun:
             engine.send(TokenOutput(request.id, (ROW.token_id,), None))
@@ -585,8 +558,7 @@ def test_which_requests_with_an_error_count(error, begun, ends, capfd):
 def test_each_sample_of_a_prompt_counts():
     """As in vLLM: a request of n samples counted its prompt once, and its ends n times."""
     async def scenario(this, engine, ask):
-        reader, _ = await ask(stream(stream=False, n=2, prompt="Once upon a time"))
-        await engine.until(lambda e: len(e.requests) == 2)
+        reader, _ = await engine.gets(ask(stream(stream=False, n=2, prompt="Once upon a time")), 2)
         for request in engine.requests:
             engine.send(TokenOutput(request.id, (ROW.token_id,), "length"))
         await answer(reader)
@@ -602,8 +574,7 @@ def test_the_log_of_an_answer_without_a_stream_that_is_aborted(made, capfd, monk
     monkeypatch.setattr(generation, "_COUNT_SECONDS", 20 if made else 0.01)
 
     async def scenario(this, engine, ask):
-        _, writer = await ask(stream(stream=False))
-        await engine.until(lambda e: e.requests)
+        _, writer = await engine.gets(ask(stream(stream=False)))
         engine.made = made
         writer.transport.abort()
         await engine.until(lambda e: e.aborted)
@@ -618,18 +589,15 @@ def test_the_log_of_an_answer_without_a_stream_that_is_aborted(made, capfd, monk
 
 def test_a_model_without_a_tokenizer():
     async def scenario(this, engine, ask):
-        reader, _ = await ask(stream(stream=False))
-        status, _, body = await answer(reader)
+        status, _, body = await answered(ask(stream(stream=False)))
         assert status == 400
         assert json.loads(body)["error"]["param"] == "prompt"
-        reader, _ = await ask(stream(stream=False, prompt=[1, 2], logprobs=1))
-        await engine.until(lambda e: e.requests)
+        reader, _ = await engine.gets(ask(stream(stream=False, prompt=[1, 2], logprobs=1)))
         row = TokenLogprobs(7, -1.0, 1, ((7, -1.0),))
         engine.send(TokenOutput(engine.requests[0].id, (7,), "length", logprobs=(row,)))
         _, _, body = await answer(reader)
         assert json.loads(body)["choices"][0]["logprobs"]["tokens"] == ["token_id:7"]
-        reader, _ = await ask(stream(prompt=[1, 2]))
-        await engine.until(lambda e: len(e.requests) == 2)
+        reader, _ = await engine.gets(ask(stream(prompt=[1, 2])))
         await asyncio.sleep(0)
         for i in range(3):
             engine.send(TokenOutput(engine.requests[1].id, (7,), "length" if i == 2 else None))
@@ -641,10 +609,8 @@ def test_a_model_without_a_tokenizer():
 
 def test_an_unforeseen_exception_ends_one_request_only(capfd):
     async def scenario(this, engine, ask):
-        reader, _ = await ask(stream(stream=False))
-        await engine.until(lambda e: e.requests)
-        other, _ = await ask(stream(stream=False))
-        await engine.until(lambda e: len(e.requests) == 2)
+        reader, _ = await engine.gets(ask(stream(stream=False)))
+        other, _ = await engine.gets(ask(stream(stream=False)))
         (broken,) = (own for own in this.generations if engine.requests[0].id in own._by_id)
         broken.choices[0].stream.completion = None
         for request in engine.requests:

@@ -5,7 +5,7 @@ import gzip
 import json
 
 import pytest
-from support.server import answer, front, message
+from support.server import answer, answered, front, message
 
 from minirt import models
 from minirt.engine.request import TokenOutput
@@ -50,8 +50,7 @@ def test_a_request_for_another_protocol_is_an_ordinary_request(first):
         reader, _ = await ask(message(b"", "/version", "GET", **H2C) * 3)
         for _ in range(3):
             assert (await answer(reader))[0] == 200
-        reader, _ = await ask(message(BODY[:-1], TOKENS, **H2C))
-        assert (await answer(reader))[0] == 400
+        assert (await answered(ask(message(BODY[:-1], TOKENS, **H2C))))[0] == 400
 
     run(scenario)
 
@@ -95,8 +94,7 @@ def test_a_head_that_does_not_end_in_time(data, monkeypatch):
 
 def test_an_answer_may_take_longer_than_a_head():
     async def scenario(this, engine, ask):
-        await ask(message({"prompt": "Once", "max_tokens": 1}, "/v1/completions"))
-        await engine.until(lambda e: e.requests)
+        await engine.gets(ask(message({"prompt": "Once", "max_tokens": 1}, "/v1/completions")))
         (own,) = this.exchanges
         connection = own._scope["extensions"]["minirt"]["transport"].get_protocol()
         assert connection._deadline is None
@@ -106,12 +104,10 @@ def test_an_answer_may_take_longer_than_a_head():
 
 def test_what_is_no_http_gets_an_error_in_json_but_not_within_an_answer():
     async def scenario(this, engine, ask):
-        reader, _ = await ask(b"\x16\x03\x01\x02\r\n\r\n")
-        status, headers, found = await answer(reader)
+        status, headers, found = await answered(ask(b"\x16\x03\x01\x02\r\n\r\n"))
         assert (status, headers["content-type"], headers["connection"]) == (400, "application/json", "close")
         assert json.loads(found)["error"]["type"] == "invalid_request_error"
-        reader, writer = await ask(message({"prompt": "Once", "stream": True, "max_tokens": 9}, "/v1/completions"))
-        await engine.until(lambda e: e.requests)
+        reader, writer = await engine.gets(ask(message({"prompt": "Once", "stream": True, "max_tokens": 9}, "/v1/completions")))
         engine.send(TokenOutput(engine.requests[0].id, (5,), None))
         begin = await reader.readuntil(b"\n\n")
         writer.write(b"\x00\x01\x02")
@@ -127,8 +123,7 @@ def test_compressed_bodies_are_refused_by_name():
         status, _, found = await answer(reader)
         assert (status, json.loads(found)["error"]["param"]) == (415, "content-encoding")
         assert (await answer(reader))[0] == 200
-        reader, _ = await ask(message(BODY, TOKENS, content_encoding="identity"))
-        assert (await answer(reader))[0] == 200
+        assert (await answered(ask(message(BODY, TOKENS, content_encoding="identity"))))[0] == 200
 
     run(scenario)
 
@@ -302,8 +297,7 @@ def test_http_1_0_has_no_chunks():
     async def scenario(this, engine, ask):
         body = {"prompt": "Once", "max_tokens": 2, "stream": True}
         data = message(body, "/v1/completions", connection="keep-alive")
-        reader, _ = await ask(data.replace(b"HTTP/1.1", b"HTTP/1.0"))
-        await engine.until(lambda e: e.requests)
+        reader, _ = await engine.gets(ask(data.replace(b"HTTP/1.1", b"HTTP/1.0")))
         engine.send(TokenOutput(engine.requests[0].id, (5,), None))
         begin = await reader.readuntil(b"}\n\n")
         engine.send(TokenOutput(engine.requests[0].id, (6,), "length"))

@@ -10,7 +10,7 @@ import json
 import anthropic
 import pytest
 from support.chats import Model, model_folders
-from support.server import answer, message
+from support.server import answered, message
 
 from minirt import Generator, SamplingParams
 from minirt.engine.request import TokenOutput
@@ -73,8 +73,7 @@ class Messages(Model):
         """Status and body of the answer to an HTTP request."""
 
         async def asking():
-            reader, _ = await self.ask(data)
-            status, _, body = await answer(reader)
+            status, _, body = await answered(self.ask(data))
             return status, body
 
         return await self.answered(asking(), text)
@@ -425,19 +424,16 @@ def test_errors_before_the_endpoint(folders):
             (message({}, PATH, authorization="Bearer three", **key), 400, "invalid_request_error"),
             (message(_body({}), PATH, **key), 504, "timeout_error"),
         ):  # fmt: skip
-            reader, _ = await model.ask(data)
-            found, headers, body = await answer(reader)
+            found, headers, body = await answered(model.ask(data))
             content = json.loads(body)
             assert (found, content["type"], content["error"]["type"]) == (status, "error", kind), data
             assert content["request_id"] == headers["request-id"]
             assert content["error"].keys() == {"type", "message"}
-        reader, _ = await model.ask(message({}, "/v1/chat/completions", x_api_key="one"))
-        found, headers, body = await answer(reader)
+        found, headers, body = await answered(model.ask(message({}, "/v1/chat/completions", x_api_key="one")))
         assert (found, json.loads(body)["error"]["param"]) == (400, "messages")
         assert "request-id" not in headers
         model.front.draining = True
-        reader, _ = await model.ask(message(_body({}), PATH, x_api_key="one"))
-        found, _, body = await answer(reader)
+        found, _, body = await answered(model.ask(message(_body({}), PATH, x_api_key="one")))
         assert (found, json.loads(body)["error"]["type"]) == (503, "overloaded_error")
 
     run(folders["plain"], scenario, api_keys=("one", "two"), max_body_size=4096, request_timeout=0.2)

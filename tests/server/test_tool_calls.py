@@ -9,7 +9,7 @@ import json
 import openai
 import pytest
 from support.chats import TEMPLATES, Model
-from support.server import answer, message
+from support.server import answer, answered, message
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {
     "city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"], "additionalProperties": False}}}  # fmt: skip
@@ -358,8 +358,7 @@ def test_every_answer_goes_back(folders, model, text, choice):
         async def asked(path, **fields):
             body = {"model": "fake", "messages": USER, "max_tokens": 99, "tools": TOOLS, "seed": 1} | fields
             body = {name: value for name, value in body.items() if value is not None}
-            reader, _ = await chats.ask(message(body, path))
-            status, _, content = await answer(reader)
+            status, _, content = await answered(chats.ask(message(body, path)))
             assert status == 200, content
             return json.loads(content)
 
@@ -408,8 +407,7 @@ def test_null_arguments_are_none(folders):
         ):
 
             async def asked(path=path, body=body):
-                reader, _ = await chats.ask(message(body, path))
-                return (await answer(reader))[0]
+                return (await answered(chats.ask(message(body, path))))[0]
 
             assert await chats.answered(asked(), "It is noon.") == 200
 
@@ -475,8 +473,7 @@ def test_a_format_by_its_name(folders):
 
 def test_the_tools_of_tokenize(folders):
     async def scenario(chats):
-        reader, _ = await chats.ask(message({"messages": USER, "tools": [NOW]}, "/tokenize"))
-        status, _, body = await answer(reader)
+        status, _, body = await answered(chats.ask(message({"messages": USER, "tools": [NOW]}, "/tokenize")))
         assert status == 200
         assert chats.tokenizer.decode(json.loads(body)["tokens"]) == f"{json.dumps([NOW])}\nuser: Weather?\n"
 
@@ -487,8 +484,7 @@ def test_what_tokenizer_info_says(folders):
     """lm-eval takes the chat template and the special tokens from it, wherever the model's files have them."""
 
     async def scenario(chats):
-        reader, _ = await chats.ask(message(b"", "/tokenizer_info", "GET"))
-        status, headers, body = await answer(reader)
+        status, headers, body = await answered(chats.ask(message(b"", "/tokenizer_info", "GET")))
         assert (status, headers["content-type"]) == (200, "application/json")
         found = json.loads(body)
         assert found["chat_template"] == TEMPLATES["hermes"]

@@ -7,6 +7,7 @@ import json
 import signal
 import socket
 import time
+from collections.abc import Awaitable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -154,6 +155,13 @@ class FakeEngine:
                 self._changed.clear()
                 await self._changed.wait()
 
+    async def gets(self, asking: Awaitable, count: int = 1) -> tuple:
+        """What `ask(…)` of `front` returns, once it has brought `count` requests."""
+        wanted = len(self.requests) + count
+        streams = await asking
+        await self.until(lambda _: len(self.requests) == wanted)
+        return streams
+
     def send(self, *outputs: TokenOutput) -> None:
         """Send the outputs of a step."""
         self._writer.write(frame(Step(list(outputs))))
@@ -221,6 +229,12 @@ async def answer(reader: asyncio.StreamReader, begin: bytes = b"") -> tuple[int,
     if headers.get("transfer-encoding") != "chunked":
         return int(head[0].split()[1]), headers, await reader.readexactly(int(headers["content-length"]))
     return int(head[0].split()[1]), headers, b"".join([part async for part in chunks(reader)])
+
+
+async def answered(asking: Awaitable[tuple[asyncio.StreamReader, object]]) -> tuple[int, dict[str, str], bytes]:
+    """The whole answer to `ask(…)` of `front`."""
+    reader, _ = await asking
+    return await answer(reader)
 
 
 async def chunks(reader: asyncio.StreamReader):

@@ -103,45 +103,42 @@ def call(**changes: Any) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [CALL | changes]}
 
 
-@pytest.mark.parametrize(
-    ("message", "where", "word"),
-    [
-        (
-            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
-            "messages[1].content[0].type",
-            "image_url",
-        ),
-        (
-            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "input_audio"}]},
-            "messages[1].content[1].type",
-            "audio",
-        ),
-        ({"role": "user", "content": [{"type": "text"}]}, "messages[1].content[0].text", "NoneType"),
-        ({"role": "user", "content": ["a"]}, "messages[1].content[0]", "str"),
-        ({"role": "user", "content": 5}, "messages[1].content", "int"),
-        ({"role": "user"}, "messages[1].content", "NoneType"),
-        ({"content": "a"}, "messages[1]", "no role"),
-        ({"role": ["user"], "content": "a"}, "messages[1].role", "list"),
-        ({"role": "user", "content": "a", "contents": "b"}, "messages[1].contents", "unknown"),
-        ({"role": "user", "content": "a", "audio": {"id": "x"}}, "messages[1].audio", "not supported"),
-        ({"role": "user", "content": "a", "name": 3}, "messages[1].name", "int"),
-        ({"role": "assistant", "tool_calls": {}}, "messages[1].tool_calls", "dict"),
-        ({"role": "assistant", "tool_calls": ["x"]}, "messages[1].tool_calls[0]", "not a tool call"),
-        (call(type="custom"), "messages[1].tool_calls[0].type", "custom"),
-        (call(id=7), "messages[1].tool_calls[0].id", "int"),
-        (
-            call(function={"name": "f", "arguments": [1]}),
-            "messages[1].tool_calls[0].function.arguments",
-            "not a JSON object",
-        ),
-        (
-            call(function={"name": "f", "arguments": {"a": {1, 2}}}),
-            "messages[1].tool_calls[0].function.arguments",
-            "not JSON",
-        ),
-        (call(function={"arguments": "{}"}), "messages[1].tool_calls[0].function.name", "NoneType"),
-    ],
-)
+@pytest.mark.parametrize(("message", "where", "word"), [
+    (
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+        "messages[1].content[0].type",
+        "image_url",
+    ),
+    (
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "input_audio"}]},
+        "messages[1].content[1].type",
+        "audio",
+    ),
+    ({"role": "user", "content": [{"type": "text"}]}, "messages[1].content[0].text", "NoneType"),
+    ({"role": "user", "content": ["a"]}, "messages[1].content[0]", "str"),
+    ({"role": "user", "content": 5}, "messages[1].content", "int"),
+    ({"role": "user"}, "messages[1].content", "NoneType"),
+    ({"content": "a"}, "messages[1]", "no role"),
+    ({"role": ["user"], "content": "a"}, "messages[1].role", "list"),
+    ({"role": "user", "content": "a", "contents": "b"}, "messages[1].contents", "unknown"),
+    ({"role": "user", "content": "a", "audio": {"id": "x"}}, "messages[1].audio", "not supported"),
+    ({"role": "user", "content": "a", "name": 3}, "messages[1].name", "int"),
+    ({"role": "assistant", "tool_calls": {}}, "messages[1].tool_calls", "dict"),
+    ({"role": "assistant", "tool_calls": ["x"]}, "messages[1].tool_calls[0]", "not a tool call"),
+    (call(type="custom"), "messages[1].tool_calls[0].type", "custom"),
+    (call(id=7), "messages[1].tool_calls[0].id", "int"),
+    (
+        call(function={"name": "f", "arguments": [1]}),
+        "messages[1].tool_calls[0].function.arguments",
+        "not a JSON object",
+    ),
+    (
+        call(function={"name": "f", "arguments": {"a": {1, 2}}}),
+        "messages[1].tool_calls[0].function.arguments",
+        "not JSON",
+    ),
+    (call(function={"arguments": "{}"}), "messages[1].tool_calls[0].function.name", "NoneType"),
+])  # fmt: skip
 def test_what_is_wrong_is_named(message, where, word) -> None:
     with pytest.raises(InputError, match=word) as caught:
         checked_messages([{"role": "user", "content": "Hi"}, message])

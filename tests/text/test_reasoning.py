@@ -65,14 +65,11 @@ def test_nothing_waits_without_need():
     assert ReasoningParser().feed("Hi <") == [ContentDelta("Hi <")]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "inside"),
-    [
-        ("<|im_start|>assistant\n<think>\n", True), ("<|im_start|>assistant\n<think>", True), ("<|im_start|>assistant\n", False),
-        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False), ("user: what is <think>?\nassistant:", False),
-        ("<think>old</think>\nassistant\n<think>\n", True), ("", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("prompt", "inside"), [
+    ("<|im_start|>assistant\n<think>\n", True), ("<|im_start|>assistant\n<think>", True), ("<|im_start|>assistant\n", False),
+    ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False), ("user: what is <think>?\nassistant:", False),
+    ("<think>old</think>\nassistant\n<think>\n", True), ("", False),
+])  # fmt: skip
 def test_whether_the_prompt_opens_the_block(prompt, inside):
     assert opens_reasoning(prompt) is inside
 

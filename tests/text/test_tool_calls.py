@@ -279,13 +279,10 @@ def test_a_list_of_calls(text, content, calls):
         assert run(CallListParser(TOOLS), pieces) == (content, calls), pieces
 
 
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        (' {"city": "a\nb"}', "", [("f", '{"city": "a\\nb"}')]), ('{"a": {"b": []}}\n', "", [("f", '{"a": {"b": []}}')]),
-        ('{"a": 1', "", [("f", '{"a": 1')]), ('{"a": 1}} x', "} x", [("f", '{"a": 1}')]), ("text", "text", []), (" \n", " \n", []),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "content", "calls"), [
+    (' {"city": "a\nb"}', "", [("f", '{"city": "a\\nb"}')]), ('{"a": {"b": []}}\n', "", [("f", '{"a": {"b": []}}')]),
+    ('{"a": 1', "", [("f", '{"a": 1')]), ('{"a": 1}} x', "} x", [("f", '{"a": 1}')]), ("text", "text", []), (" \n", " \n", []),
+])  # fmt: skip
 def test_the_arguments_of_one_function(text, content, calls):
     for pieces in cuts(text):
         assert run(NamedCallParser("f"), pieces) == (content, calls), pieces

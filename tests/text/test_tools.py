@@ -24,19 +24,16 @@ def tool(name="f", **parameters):
     }
 
 
-@pytest.mark.parametrize(
-    ("value", "where"),
-    [
-        ({}, "tools"), (None, "tools"), ([{}] * 513, "tools"), ([5], "tools[0]"),
-        ([tool(), {"type": "web_search"}], "tools[1].type"), ([{"type": "function"}], "tools[0].function"),
-        ([{"type": "function", "function": {}}], "tools[0].function.name"), ([tool("a b")], "tools[0].function.name"),
-        ([tool("a" * 129)], "tools[0].function.name"),
-        ([{"function": {"name": "f", "parameters": [1]}}], "tools[0].function.parameters"),
-        ([{"function": {"name": "f", "parameters": {"type": "array", "items": {}}}}], "tools[0].function.parameters"),
-        ([{"function": {"name": "f", "parameters": {"anyOf": [{"type": "null"}]}}}], "tools[0].function.parameters"),
-        ([tool("f"), tool("g"), tool("f")], "tools[2].function.name"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("value", "where"), [
+    ({}, "tools"), (None, "tools"), ([{}] * 513, "tools"), ([5], "tools[0]"),
+    ([tool(), {"type": "web_search"}], "tools[1].type"), ([{"type": "function"}], "tools[0].function"),
+    ([{"type": "function", "function": {}}], "tools[0].function.name"), ([tool("a b")], "tools[0].function.name"),
+    ([tool("a" * 129)], "tools[0].function.name"),
+    ([{"function": {"name": "f", "parameters": [1]}}], "tools[0].function.parameters"),
+    ([{"function": {"name": "f", "parameters": {"type": "array", "items": {}}}}], "tools[0].function.parameters"),
+    ([{"function": {"name": "f", "parameters": {"anyOf": [{"type": "null"}]}}}], "tools[0].function.parameters"),
+    ([tool("f"), tool("g"), tool("f")], "tools[2].function.name"),
+])  # fmt: skip
 def test_what_is_no_tool_is_named(value, where):
     with pytest.raises(InputError) as caught:
         read_tools(value)
@@ -58,27 +55,24 @@ def test_arguments_are_an_object(kind):
     assert found.parameters == {"type": "object"}
 
 
-@pytest.mark.parametrize(
-    ("schema", "text", "value"),
-    [
-        ({"type": "string"}, " 5 ", " 5 "), ({"type": "string"}, "null", "null"), (None, "5", "5"), ({}, "true", "true"),
-        (7, "x", "x"), ({"type": "integer"}, " 12 ", 12), ({"type": "integer"}, "-3.0", -3),
-        ({"type": "integer"}, "3.5", "3.5"), ({"type": "integer"}, "1_0", "1_0"), ({"type": "integer"}, "٣", "٣"),
-        ({"type": "integer"}, "9" * 400, "9" * 400), ({"type": "number"}, "1.50", 1.5), ({"type": "number"}, "4", 4),
-        ({"type": "number"}, "1e3", 1000.0), ({"type": "number"}, "nan", "nan"), ({"type": "number"}, "1e999", "1e999"),
-        ({"type": "number"}, "+007.50", 7.5), ({"type": "array"}, '["a\nb"]', ["a\nb"]), ({"type": "number"}, "inf", "inf"),
-        ({"type": "number"}, ".5", 0.5), ({"type": "boolean"}, "True", True), ({"type": "boolean"}, "false", False),
-        ({"type": "boolean"}, "1", "1"), ({"type": "null"}, "None", None), ({"type": ["string", "null"]}, "null", None),
-        ({"type": "string", "nullable": True}, "None", None), ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "x", "x"),
-        ({"type": ["integer", "string"]}, "5", 5), ({"type": ["string", "integer"]}, "5", "5"),
-        ({"oneOf": [{"type": "integer"}, {"type": "array"}]}, "[1, 2]", [1, 2]),
-        ({"type": "array"}, '["a", {"b": null}]', ["a", {"b": None}]), ({"type": "array"}, "{}", "{}"),
-        ({"type": "object"}, '{"a": 1}', {"a": 1}), ({"type": "object"}, "{'a': 1}", "{'a': 1}"),
-        ({"type": "array"}, "[NaN]", "[NaN]"), ({"type": "array"}, "[" * 9999, "[" * 9999), ({"enum": [1, 2]}, "2", 2),
-        ({"enum": ["a", 1]}, "1", "1"), ({"const": True}, "true", True), ({"type": "weird"}, "x", "x"),
-        ({"enum": "a"}, "x", "x"), ({"anyOf": 3}, "x", "x"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("schema", "text", "value"), [
+    ({"type": "string"}, " 5 ", " 5 "), ({"type": "string"}, "null", "null"), (None, "5", "5"), ({}, "true", "true"),
+    (7, "x", "x"), ({"type": "integer"}, " 12 ", 12), ({"type": "integer"}, "-3.0", -3),
+    ({"type": "integer"}, "3.5", "3.5"), ({"type": "integer"}, "1_0", "1_0"), ({"type": "integer"}, "٣", "٣"),
+    ({"type": "integer"}, "9" * 400, "9" * 400), ({"type": "number"}, "1.50", 1.5), ({"type": "number"}, "4", 4),
+    ({"type": "number"}, "1e3", 1000.0), ({"type": "number"}, "nan", "nan"), ({"type": "number"}, "1e999", "1e999"),
+    ({"type": "number"}, "+007.50", 7.5), ({"type": "array"}, '["a\nb"]', ["a\nb"]), ({"type": "number"}, "inf", "inf"),
+    ({"type": "number"}, ".5", 0.5), ({"type": "boolean"}, "True", True), ({"type": "boolean"}, "false", False),
+    ({"type": "boolean"}, "1", "1"), ({"type": "null"}, "None", None), ({"type": ["string", "null"]}, "null", None),
+    ({"type": "string", "nullable": True}, "None", None), ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "x", "x"),
+    ({"type": ["integer", "string"]}, "5", 5), ({"type": ["string", "integer"]}, "5", "5"),
+    ({"oneOf": [{"type": "integer"}, {"type": "array"}]}, "[1, 2]", [1, 2]),
+    ({"type": "array"}, '["a", {"b": null}]', ["a", {"b": None}]), ({"type": "array"}, "{}", "{}"),
+    ({"type": "object"}, '{"a": 1}', {"a": 1}), ({"type": "object"}, "{'a': 1}", "{'a': 1}"),
+    ({"type": "array"}, "[NaN]", "[NaN]"), ({"type": "array"}, "[" * 9999, "[" * 9999), ({"enum": [1, 2]}, "2", 2),
+    ({"enum": ["a", 1]}, "1", "1"), ({"const": True}, "true", True), ({"type": "weird"}, "x", "x"),
+    ({"enum": "a"}, "x", "x"), ({"anyOf": 3}, "x", "x"),
+])  # fmt: skip
 def test_values_by_their_schema(schema, text, value):
     found = json.loads(typed_json(text, types(schema)))
     assert (type(found), found) == (type(value), value)
@@ -91,19 +85,16 @@ DEFINITIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("schema", "expected"),
-    [
-        ({"$ref": "#/$defs/Place"}, ("object",)), ({"allOf": [{"$ref": "#/$defs/Count"}], "default": 1}, ("integer",)),
-        ({"$ref": "#/$defs/Maybe"}, ("null", "object")), ({"$ref": "#/$defs/a~1b"}, ("array",)), ({"$ref": "#named"}, ("boolean",)),
-        ({"$ref": "#/$defs/Loop"}, ()), ({"$ref": "#/$defs/Tree"}, ("array", "number")), ({"$ref": "#"}, ("object",)),
-        ({"$ref": "#/nowhere"}, ()), ({"$ref": "https://example.com/x"}, ()), ({"$ref": 5, "items": 1}, ("array",)),
-        ({"type": ["integer", "string", "null"], "allOf": [{"type": ["null", "number"]}]}, ("null", "integer")),
-        ({"type": "number", "allOf": [{"$ref": "#/$defs/Count"}]}, ("integer",)), ({"minimum": 2}, ("number",)),
-        ({"type": "object", "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, ("object",)), ({"maxLength": 2}, ("string",)),
-        ({"type": ["string", "integer"], "enum": [1, 2]}, ("integer",)), ({"type": "string", "enum": [1]}, ("string",)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("schema", "expected"), [
+    ({"$ref": "#/$defs/Place"}, ("object",)), ({"allOf": [{"$ref": "#/$defs/Count"}], "default": 1}, ("integer",)),
+    ({"$ref": "#/$defs/Maybe"}, ("null", "object")), ({"$ref": "#/$defs/a~1b"}, ("array",)), ({"$ref": "#named"}, ("boolean",)),
+    ({"$ref": "#/$defs/Loop"}, ()), ({"$ref": "#/$defs/Tree"}, ("array", "number")), ({"$ref": "#"}, ("object",)),
+    ({"$ref": "#/nowhere"}, ()), ({"$ref": "https://example.com/x"}, ()), ({"$ref": 5, "items": 1}, ("array",)),
+    ({"type": ["integer", "string", "null"], "allOf": [{"type": ["null", "number"]}]}, ("null", "integer")),
+    ({"type": "number", "allOf": [{"$ref": "#/$defs/Count"}]}, ("integer",)), ({"minimum": 2}, ("number",)),
+    ({"type": "object", "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, ("object",)), ({"maxLength": 2}, ("string",)),
+    ({"type": ["string", "integer"], "enum": [1, 2]}, ("integer",)), ({"type": "string", "enum": [1]}, ("string",)),
+])  # fmt: skip
 def test_types_behind_references(schema, expected):
     """Pydantic's and MCP's schemas: a value of a nested model must not become a string."""
     (found,) = read_tools([tool(properties={"x": schema}, **{"$defs": DEFINITIONS})])
@@ -132,26 +123,23 @@ def test_schemas_that_cannot_be_put_together():
         call_schema(read_tools([tool(properties={"a": deep})]), True)
 
 
-@pytest.mark.parametrize(
-    ("parameters", "good", "bad"),
-    [
-        ({"$schema": "http://json-schema.org/draft-04/schema#", "properties": {"x": {"type": "integer", "minimum": 3, "exclusiveMinimum": True}}},
-         '{"x":4}', '{"x":3}'),
-        ({"properties": {"x": {"type": "integer", "minimum": 3, "exclusiveMinimum": True}}}, None, None),
-        ({"properties": {"x": {"$ref": "#a"}}, "$defs": {"q": {"$anchor": "a", "type": "integer"}}}, '{"x":4}', '{"x":null}'),
-        ({"$schema": "http://json-schema.org/draft-07/schema#", "properties": {"x": {"$ref": "#a"}}, "definitions": {"q": {"$id": "#a", "type": "integer"}}},
-         '{"x":4}', '{"x":null}'),
-        ({"properties": {"x": {"const": {"$ref": "#/a"}}}}, '{"x":{"$ref":"#/a"}}', '{"x":{"$ref":"#/$defs/a~1b/a"}}'),
-        ({"properties": {"x": {"$ref": "#/properties/$ref"}, "$ref": {"$ref": "#/$defs/q"}}, "$defs": {"q": {"type": "null"}}}, '{"x":null}', '{"x":1}'),
-        ({"$id": "http://x/y", "properties": {"x": {"$ref": "#/$defs/q"}}, "$defs": {"q": {"type": "null"}, "unused": {"not": {}}}}, '{"x":null}', '{"x":1}'),
-        ({"properties": {"x": {"$id": "http://x/y", "items": {"$ref": "#/$defs/q"}}}, "$defs": {"q": {"type": "null"}}}, None, None),
-        ({"$schema": "http://json-schema.org/draft-07/schema#", "properties": {"x": {"type": "array", "minItems": 2, "additionalItems": False,
-          "items": [{"$ref": "#/properties/x/items/1"}, {"type": "null"}]}}}, '{"x":[null,null]}', '{"x":[1,null]}'),
-        ({"properties": {"x": {"$ref": "#/$defs/A[int]%25 b"}}, "$defs": {"A[int]% b": {"type": "null"}}}, '{"x":null}', '{"x":1}'),
-        ({"$schema": "http://json-schema.org/draft-04/schema#", "properties": {"x": {"const": 3}}}, '{"x":3}', '{"x":4}'),
-        ({"properties": {"x": {"$ref": "#/nope"}}}, None, None), ({"properties": {"x": 7}}, None, None), ({"properties": 7}, None, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("parameters", "good", "bad"), [
+    ({"$schema": "http://json-schema.org/draft-04/schema#", "properties": {"x": {"type": "integer", "minimum": 3, "exclusiveMinimum": True}}},
+     '{"x":4}', '{"x":3}'),
+    ({"properties": {"x": {"type": "integer", "minimum": 3, "exclusiveMinimum": True}}}, None, None),
+    ({"properties": {"x": {"$ref": "#a"}}, "$defs": {"q": {"$anchor": "a", "type": "integer"}}}, '{"x":4}', '{"x":null}'),
+    ({"$schema": "http://json-schema.org/draft-07/schema#", "properties": {"x": {"$ref": "#a"}}, "definitions": {"q": {"$id": "#a", "type": "integer"}}},
+     '{"x":4}', '{"x":null}'),
+    ({"properties": {"x": {"const": {"$ref": "#/a"}}}}, '{"x":{"$ref":"#/a"}}', '{"x":{"$ref":"#/$defs/a~1b/a"}}'),
+    ({"properties": {"x": {"$ref": "#/properties/$ref"}, "$ref": {"$ref": "#/$defs/q"}}, "$defs": {"q": {"type": "null"}}}, '{"x":null}', '{"x":1}'),
+    ({"$id": "http://x/y", "properties": {"x": {"$ref": "#/$defs/q"}}, "$defs": {"q": {"type": "null"}, "unused": {"not": {}}}}, '{"x":null}', '{"x":1}'),
+    ({"properties": {"x": {"$id": "http://x/y", "items": {"$ref": "#/$defs/q"}}}, "$defs": {"q": {"type": "null"}}}, None, None),
+    ({"$schema": "http://json-schema.org/draft-07/schema#", "properties": {"x": {"type": "array", "minItems": 2, "additionalItems": False,
+      "items": [{"$ref": "#/properties/x/items/1"}, {"type": "null"}]}}}, '{"x":[null,null]}', '{"x":[1,null]}'),
+    ({"properties": {"x": {"$ref": "#/$defs/A[int]%25 b"}}, "$defs": {"A[int]% b": {"type": "null"}}}, '{"x":null}', '{"x":1}'),
+    ({"$schema": "http://json-schema.org/draft-04/schema#", "properties": {"x": {"const": 3}}}, '{"x":3}', '{"x":4}'),
+    ({"properties": {"x": {"$ref": "#/nope"}}}, None, None), ({"properties": {"x": 7}}, None, None), ({"properties": 7}, None, None),
+])  # fmt: skip
 def test_a_list_of_calls_and_a_named_function_have_the_same_arguments(parameters, good, bad):
     """Put into a larger schema, a tool's schema lost its draft and its names, and constants were changed. None: both refuse."""
     parameters = {"type": "object", "additionalProperties": False, "required": ["x"], **parameters}
