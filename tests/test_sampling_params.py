@@ -241,11 +241,6 @@ def test_describe_names_what_decides() -> None:
     assert isinstance(e, EffectiveSampling)
 
 
-def test_importing_the_settings_does_not_import_torch() -> None:
-    code = "import sys, minirt.sampling_params; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 @pytest.mark.parametrize(
     ("counter", "key", "words"),
     [  # known answers from Random123 (kat_vectors)

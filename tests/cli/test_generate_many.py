@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file, save_file
-from support.cli import CACHE, LONG, refused, start
+from support.cli import CACHE, LONG, refused, start, succeeded
 from support.tiny import add_tokenizer
 
 from minirt import Generator, SamplingParams
@@ -74,8 +74,7 @@ ANSWERS = (
 @pytest.mark.parametrize("seqs", [64, 2])
 def test_results_in_input_order_as_each_prompt_alone_gives_them(run, folder, expected, file, seqs):
     base = ("generate", "-m", folder, *CACHE, "--max-tokens", 12, "--ignore-eos", "--max-num-seqs", seqs)
-    code, out, err = run(*base, "--json", "-v", "--prompts", file(*LINES))
-    assert code == 0
+    out, err = succeeded(run(*base, "--json", "-v", "--prompts", file(*LINES)))
     records = [json.loads(line) for line in out.splitlines()]
     assert [record["line"] for record in records] == [1, 3, 4, 5, 6, 7]
     assert [record.get("id") for record in records] == [None, "ß", 7, None, None, None]
