@@ -18,7 +18,6 @@ from support.structured import EOS, TOKENIZER, VOCAB, allowed, compiled, constra
 from tokenizers import decoders, models, normalizers
 from tokenizers.pre_tokenizers import ByteLevel, Metaspace, Sequence
 
-from minirt.engine.token_constraints import ConstrainedRows
 from minirt.errors import InputError, UnsupportedError
 from minirt.structured import constraints as module
 from minirt.structured import grammar, matchers
@@ -366,21 +365,6 @@ def test_a_grammar_whose_only_text_has_no_end_from_some_token_on():
     constraint.accept(ids("a"))
     with pytest.raises(InputError, match=r"^generated token 2: the grammar cannot go on: it allows only one text .*let the"):
         allowed(OWN, constraint)
-
-
-def test_a_failed_row_leaves_the_others_as_they_are(monkeypatch):
-    monkeypatch.setattr(grammar.limits, "MAX_LEXER_STATES", 300)
-    own = constraints()
-    bad = compiled(own, regex=".*a.{12}").start((EOS,), 0)
-    good = compiled(own, regex="x+").start((EOS,), 0)
-    letters = random.Random(0)
-    bad.accept([token for _ in range(2000) for token in ids(letters.choice("ab"))])
-    masks = torch.zeros(2, -(-VOCAB // 32), dtype=torch.int32)
-    failed = own.fill(masks, [ConstrainedRows(bad), ConstrainedRows(good)])
-    assert set(failed) == {0}
-    expected = torch.zeros(1, -(-VOCAB // 32), dtype=torch.int32)
-    own.fill(expected, [ConstrainedRows(compiled(own, regex="x+").start((EOS,), 0))])
-    assert torch.equal(masks[1:], expected)
 
 
 def test_grammars_are_checked_once_and_the_last_are_kept(monkeypatch):

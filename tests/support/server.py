@@ -7,13 +7,15 @@ import json
 import signal
 import socket
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
 import uvicorn
 
+from minirt import models
 from minirt.engine.request import TokenOutput
 from minirt.server.app import App
 from minirt.server.front import Front
@@ -220,6 +222,30 @@ async def front(folder: Path | None, max_len: int = 4096, keeps_states: bool = F
             await asyncio.sleep(0.001)
     if left:  # not after an error of the test, which says more
         raise RuntimeError(f"the front has left tasks: {left}")
+
+
+def as_test(run: Callable, test: Callable, given: int, *fixtures: str) -> Callable:
+    """`run(fixtures…)` as the test that pytest sees in place of `test`, whose first `given` arguments are no fixtures."""
+    names = [*fixtures, *list(signature(test).parameters)[given:]]
+    run.__signature__ = Signature([Parameter(name, Parameter.KEYWORD_ONLY) for name in names])
+    run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
+    return run
+
+
+def on_front(folder: bool = True, **options: object) -> Callable:
+    """A test that is a coroutine `(front, engine, ask, fixtures…)` runs with a front of the embedded model; see `front`."""
+
+    def decorate(test: Callable) -> Callable:
+        def run(**fixtures: object) -> None:
+            async def main() -> None:
+                async with front(models.embedded() if folder else None, **options) as parts:
+                    await test(*parts, **fixtures)
+
+            asyncio.run(main())
+
+        return as_test(run, test, 3)
+
+    return decorate
 
 
 async def answer(reader: asyncio.StreamReader, begin: bytes = b"") -> tuple[int, dict[str, str], bytes]:

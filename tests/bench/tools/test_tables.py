@@ -1,14 +1,12 @@
 """The tables of README.md and docs/ on small records of awkward values. Catches a wrong unit or sign, a swapped column, a
 quotient upside down, a missing value that is shown as one, and a form that computes less counted as one that computes as much."""
 
-import re
 
 import pytest
 
 from minirt.bench import picture
 from minirt.bench.kernels import benchmark as kernels
-from minirt.bench.tools import beside_vllm, cells, pictures, results, tables
-from minirt.bench.tools.tables import origin
+from minirt.bench.tools import pictures, results, tables
 
 
 def rows(text):
@@ -18,21 +16,6 @@ def rows(text):
 
 def median(seconds):
     return {"median": seconds}
-
-
-def test_milliseconds():
-    assert [cells.milliseconds(ms) for ms in (0.004, 3.495, 9.994, 9.996, 1234.56)] == [
-        "0.00", "3.50", "9.99", "10.0", "1,234.6"
-    ]  # fmt: skip
-
-
-def test_signs():
-    texts = [cells.signed(value, 2) for value in (0.004, -0.004, 0.0, -0.0058, 1.5)]
-    assert texts == ["0.00", "0.00", "0.00", "−0.01", "+1.50"]
-
-
-def test_a_small_share_is_not_none():
-    assert [cells.percent(share) for share in (None, 0.0, 0.0004, 0.01, 1.02)] == ["–", "0%", "< 1%", "1%", "102%"]
 
 
 def step(batch, context, seconds, share=0.5):
@@ -98,109 +81,6 @@ def beside(prompt=(0.1965, 0.1981)):
     return {results.BESIDE_VLLM: default, results.IN_PROCESS: shared | {"runs": older, "date": "2026-01-01"}}
 
 
-def test_both_engines_in_the_readme():
-    """Catches columns that are swapped, a quotient upside down (offline is a rate, others are times), the better one of two
-    measurements, a figure of another setting of vLLM, figures without their store, and the change by another PyTorch."""
-    shown, told, details, origin, missing, end = tables.readme_table(beside()).split("\n\n")
-    assert (details, end) == ("<details><summary>Versions, cards and method</summary>", "</details>")
-    assert shown.splitlines()[0] == "| M | minirt bf16 | vLLM bf16 | faster | minirt `--fp8` | vLLM fp8 | faster |"
-    assert rows(shown) == [
-        ["decode step, batch 1, ms", "4.00", "–", "–", "2.00", "–", "–"],
-        ["decode step, batch 64, ms", "8.00", "12.0", "1.50 ×", "4.00", "10.0", "2.50 ×"],
-        ["decode step, batch 128, ms", "–", "–", "–", "–", "–", "–"],
-        ["decode step, batch 256, ms", "12.3", "18.5", "1.50 ×", "6.15", "15.4 to 16.0", "2.50 to 2.60 ×"],
-        ["offline, output tokens/s", "12,000", "10,000", "1.20 ×", "20,000", "10,000", "2.00 ×"],
-    ]
-    all_points = "(docs/benchmarks/models.md#beside-vllm)"
-    assert told.startswith("Both engines ran with their default settings, vLLM N, on different cards")
-    assert f"[Other points]{all_points}" in told
-    assert origin.startswith("minirt `c` with torch 2 and Triton 3, on one NVIDIA X 1; vLLM 7 with torch 2 and Triton 3, on an")
-    assert f"With torch 9 and Triton 3, minirt's bf16 times [differ by at most 10%]{all_points}." in origin
-    assert "2026-01-02" in origin
-    assert " A decode step is the least of 3 runs. Offline: -. From [`" in origin, "and not of as many for both engines"
-    assert re.findall(r"\]\(bench/results/(.*?)\.json\)", origin) == [results.BESIDE_VLLM]
-    assert missing.startswith("This comparison is an exception to [how minirt measures](docs/measuring.md#the-comparison-with-")
-    assert "outputs were not checked" in missing
-    assert "](docs/benchmarks/models.md#an-earlier-vllm-on-an-h200)" in missing
-
-
-def test_all_points_of_both_engines():
-    """Catches a figure of another setting of vLLM without its mark or in place of the default's, and a tie or loss not told."""
-    shown, lacking, told, *_ = tables.engines_table(beside()).split("\n\n")
-    step = ["decode step, batch 1, context 8,000, ms", "5.00", "8.75‡", "1.75 ×", "2.50", "7.50‡", "3.00 ×"]
-    prompt = ["first token, prompt of 8,192 tokens, ms", "196.5", "198.1‡", "1.01 ×, tie", "100.0", "300.0‡", "3.00 ×"]
-    assert all(row in rows(shown) for row in (step, prompt))
-    assert lacking.startswith("vLLM ran N. ‡ Measured on 2026-01")
-    assert lacking.endswith("the default was 1.11 to 1.20 times as fast, so leads at ‡ may shrink.")
-    tie = "bf16, first token, prompt of 8,192 tokens (minirt 196.5 ms, vLLM 198.1 ms)"
-    assert told.startswith("Against vLLM's default, minirt is faster at 6 of 6 points; against ‡, at 7 of 8. One is a tie (less ")
-    assert tie in told
-    slow = beside(prompt=(0.3, 0.2))
-    slow[results.BESIDE_VLLM]["runs"][3]["results"][1]["step_s"] = [0.0061, 0.007]
-    text = beside_vllm.ties(slow)
-    assert text.startswith("Against vLLM's default, minirt is faster at 5 of 6 points; against ‡, at 7 of 8. ")
-    assert "One is a tie (less than 2% apart): fp8, decode step, batch 256 (minirt 6.15 ms, vLLM 6.10 to 7.00 ms)." in text
-    assert "vLLM is faster: bf16, first token, prompt of 8,192 tokens (minirt 300.0 ms, vLLM 200.0 ms)." in text
-
-
-def test_the_headline_is_about_what_vllm_does_by_default():
-    """Catches the factors of other settings (1.75 and 3.00), and the worse one of two measurements left out."""
-    text = tables.headline(beside())
-    bf16, fp8 = "1.50 times as fast as vLLM 7 in bf16", "2.50 to 2.60 times as fast as vLLM in `--fp8`"
-    assert text.startswith(f"**On Xs, minirt decodes M {bf16} (batch 64 and 256) and {fp8} (batch 64 and 256).** ")
-    assert "Weights were random" in text, "beside the first figure, not far below it"
-
-
-def test_both_engines_with_the_protocol_and_a_later_pytorch():
-    """Catches a point that one engine or the later run lacks shown as a number or left out, and runs that are mixed up."""
-    both = beside()
-    both[results.BESIDE_VLLM]["runs"][3]["results"].append({"batch_size": 192, "context_len": 128, "step_s": 0.014})
-    text = tables.engines_table(both)
-    assert rows(text.partition("\n\n")[0])[2] == ["decode step, batch 192, ms", "–", "–", "–", "–", "14.0", "–"]
-    assert "\n- Clock: C.\n" in text
-    assert "19,000 output tokens/s" in text
-    assert "(docs/" not in text, "a link from README.md"
-    assert "(#beside-vllm)" not in text, "a link to where it stands"
-    later = text.rpartition("\n\n")[2]
-    assert later.splitlines()[0] == "| bf16 | torch 2 | torch 9 |"
-    assert rows(later)[0] == ["decode step, batch 1, ms", "4.00", "3.60"]
-    assert rows(later)[3] == ["decode step, batch 1, context 8,000, ms", "5.00", "4.50"]
-    assert rows(later)[-1] == ["offline, output tokens/s", "12,000", "–"]
-
-
-def test_what_was_wrong_is_told():
-    """Catches the two settings of vLLM swapped, and points that were measured in one of them only."""
-    assert rows(tables.correction_table(beside())) == [
-        ["bf16, decode step, batch 64, ms", "14.0", "12.0", "1.75 ×", "1.50 ×"],
-        ["bf16, decode step, batch 256, ms", "21.5", "18.5", "1.75 ×", "1.50 ×"],
-        ["bf16, offline, output tokens/s", "9,000", "10,000", "1.33 ×", "1.20 ×"],
-        ["fp8, decode step, batch 64, ms", "12.0", "10.0", "3.00 ×", "2.50 ×"],
-        ["fp8, decode step, batch 256, ms", "18.5", "15.4 to 16.0", "3.00 ×", "2.50 to 2.60 ×"],
-        ["fp8, offline, output tokens/s", "9,000", "10,000", "2.22 ×", "2.00 ×"],
-    ]
-
-
-def test_drafts_and_the_first_token():
-    """Catches another model's rates of vLLM, a quotient upside down, and a part that was not measured shown as 0."""
-
-    def drafts(model, method, **changed):
-        shared = {"model": model, "quantization": None, "method": method, "num_drafts": 3, "tokens_per_step": 2.5}
-        return shared | {"engine": "minirt", "results": [{"batch_size": 8, "tokens_per_s": 1200.0, "speedup": 1.75}]} | changed
-
-    peer = {"engine": "vLLM", "version": "7", "note": "N", "results": [{"batch_size": 8, "tokens_per_s": 800.0}]}
-    record = {"commit": "c", "protocol": {"drafts": "p", "start": "s"}, "model": "M", "device": "X", "date": "d"}
-    record["drafts"] = [drafts("M", "synthetic"), drafts("N", "mtp"), drafts("N", "mtp", **peer)]
-    shown = tables.drafts_table({"a": record}).partition("\n\n")[0]
-    assert rows(shown) == [
-        ["M bf16, 3 synthetic drafts, batch 8", "2.50", "1,200.0", "1.75 ×", "–", "–"],
-        ["N bf16, 3 MTP drafts, batch 8", "2.50", "1,200.0", "1.75 ×", "800.0", "1.50 ×"],
-    ]
-    parts = {"import_torch_s": None, "cuda_s": 1.0, "load_s": 2.0, "warm_up_s": 3.0, "first_token_s": 9.04}
-    record["start"] = [{"quantization": "fp8", "caches": "of bf16", "kernels_compiled": 5} | parts]
-    shown = tables.first_token_table({"a": record}).partition("\n\n")[0]
-    assert rows(shown) == [["`--fp8`, kernel caches of bf16", "–", "1.0", "2.0", "3.0", "9.0", "5"]]
-
-
 def test_the_picture_of_both_engines(monkeypatch, tmp_path):
     """Catches bars of the other engine or the slower measurement, prompts that are not divided by their tokens, ratios upside
     down, and points of another setting of vLLM without their mark."""
@@ -236,50 +116,6 @@ def test_what_was_not_checked_is_marked_where_it_is_shown():
     ]  # fmt: skip
     assert tables.unchecked(records.values()) == "† Not checked in the run that timed it: `--skip-check`."
     assert tables.unchecked([records["a"], STEPS["a"]]) == ""
-
-
-def test_trained_models():
-    """Catches models that are mixed up, and the mean over models."""
-
-    def line(kind, model="A", **facts):
-        return {"kind": kind, "model": model} | facts
-
-    def option(name, model, size, difference):
-        facts = {"name": name, "weight_bytes": size, "difference": difference, "standard_error": 0.5}
-        return line("option", model, perplexity=9.0, tokens=9, **facts)
-
-    about = line("about", date="d", versions={"torch": "2"}, device="CPU, 1 thread", weights="found, not stated")
-    drafts = {"num_accepted_tokens": 5, "num_draft_tokens": 8, "output_tokens": 15, "texts": 4}
-    lines = [about, option("fp32", "A", 2 << 20, 0.0), option("--quantize int4", "B", 1 << 20, -0.25)]
-    lines += [line("drafts", dtype="fp32", prompts="p", same_texts=3, **drafts), line("chat", same_tokens=True, tokens=7)]
-    lines += [line("chat", same_tokens=False, tokens=8), line("chat", "B", same_tokens=True, tokens=3)]
-    lines += [line("tool", valid=True, right=right) for right in (False, True)] + [line("schema", valid=False, right=False)]
-    quality, origin = tables.options_quality_table({"a": lines}).split("\n\n")
-    assert rows(quality) == [
-        ["A, fp32", "2", "9.00", "–", "9"], ["B, `--quantize int4`", "1", "9.00", "−0.2500 ± 0.5000", "9"]
-    ]  # fmt: skip
-    assert origin.startswith("Found, not stated. From `cpu-trained-models` (d, torch 2, eager layers on a CPU, 1 thread)")
-    shown, *told, _ = tables.trained_table({"a": lines}).split("\n\n")
-    assert rows(shown) == [["A fp32, p", "5 of 8", "1.50", "3 of 4"]]
-    starts = ["A: 1 of 2 greedy answers in fp32, 15 tokens", "B: 1 of 1 greedy", "A, 2 questions with tools", "A, 1 requests"]
-    assert all(text.startswith(start) for text, start in zip(told, starts, strict=True))
-    assert "2 valid by the schema, 1 with the right content" in told[2]
-
-
-def test_other_shapes():
-    records = {"a": STEPS["a"], "b": STEPS["b"] | {"results": [step(256, 128, 0.01, 0.333), step(3, 128, 0.002)]}}
-    assert rows(tables.others_table(records)) == [
-        ["M, batch 1, context 128", "4.78", "50%", "–", "–"],
-        ["M, batch 256, context 128", "12.3", "100%", "10.0", "33%"],
-        ["M, batch 3, context 128", "–", "–", "2.00", "50%"],
-    ]
-
-
-def test_checks():
-    unchecked = {"checked": False, "why": "no time"}
-    checks = [{"checked": True, "against": "the truth"}, unchecked, unchecked]
-    text = tables.checks_table({name: {"correctness": one} for name, one in zip("abc", checks, strict=True)})
-    assert text == "Checks before timing:\n\n- `a`: compared with the truth.\n- `b`, `c`: no time."
 
 
 def test_about_tells_every_machine_and_the_range_of_ceilings():
@@ -359,86 +195,6 @@ def test_trace():
     ]
 
 
-def test_startup():
-    def start(caches, first):
-        stages = {name: median(i + 0.04) for i, name in enumerate(("imported_s", "loaded_s", "ready_s"))}
-        return {"caches": caches, **stages, "first_token_s": median(first)}
-
-    record = {"quantization": "fp8", "results": [start("empty", 20.96), start("warm", 6.5)]}
-    assert rows(tables.startup_table({"a": record})) == [
-        ["`--fp8`, warm kernel caches", "0.0", "1.0", "2.0", "6.5"],
-        ["`--fp8`, empty kernel caches", "0.0", "1.0", "2.0", "21.0"],
-    ]
-
-
-def test_loading_in_both_forms():
-    run = {"bytes": 15.2e9, "gb_per_s": 10.04, "host_peak_gb": 1.94}
-    records = {
-        "a": [run, run | {"gb_per_s": 9.0, "host_peak_gb": 2.06}],
-        "b": run | {"quantization": "fp8", "weights_gb": 8.167, "gpu_resident_gb": 8.5566, "gpu_peak_gb": 9.0},
-    }
-    assert rows(tables.loading_table(records)) == [
-        ["14.2 GiB", "9.0 to 10.0", "1.9", "–", "–", "–"],
-        ["14.2 GiB, `--fp8`", "10.0", "1.8", "7.61", "7.97", "8.38"],
-    ]
-
-
-def test_chunking_leaves_out_what_ran_alone():
-    def beside(limit, p99):
-        gaps = {"p50": 0.0041, "p99": p99, "max": 0.2}
-        return {"inter_token_s": gaps, "max_num_batched_tokens": limit, "tokens_per_s": 31234.5}
-
-    records = {
-        "a": {"results": [{"inter_token_s": None}, beside(512, 0.018)]}, "b": {"results": [beside(8192, 0.1996)]}
-    }  # fmt: skip
-    assert rows(tables.chunking_table(records)) == [
-        ["8,192", "4.10", "199.6", "200.0", "31,234"],
-        ["512", "4.10", "18.0", "200.0", "31,234"],
-    ]
-
-
-def test_ablation_shows_losses_and_leaves_out_what_no_step_uses():
-    def at(batch, seconds, **brings):
-        return {"batch_size": batch, "step_s": seconds, "tricks": {name: {"brings_s": s} for name, s in brings.items()}}
-
-    what = {"norm": "the norm", "never": "nothing", "pdl": "PDL"}
-    records = {
-        "a": {"quantization": None, "what": what, "results": [at(1, 0.0034, norm=9.4e-5, pdl=2e-6), at(256, 0.0123, pdl=-6e-5)]},
-        "b": {"quantization": "fp8", "what": what, "results": [at(1, 0.002, pdl=0.0)]},
-    }
-    text = tables.ablation_table(records)
-    assert text.splitlines()[0] == "| ms added when left out | bf16, batch 1 | bf16, batch 256 | `--fp8`, batch 1 |"
-    assert rows(text) == [
-        ["the step as it is, ms", "3.40", "12.3", "2.00"],
-        ["the norm", "+0.09", "", ""],
-        ["PDL", "0.00", "−0.06", "0.00"],
-    ]
-
-
-def whole(best, **fusion):
-    decode = {"batch_size": 2, "context_len": 9, "launched_s": 0.01, "eager_s": 0.004, "candidate_s": best}
-    return {"decode": decode, "fusion": {name: {"step_s": seconds} for name, seconds in fusion.items()}}
-
-
-def test_fusion_of_two_records():
-    records = {
-        "a": {"model": "M", "dtype": "bfloat16", "whole_model": whole(0.002, mlp=0.003)},
-        "b": {"model": "M", "dtype": "bfloat16 · fp8", "whole_model": whole(0.001, head=0.001)},
-        "c": {"model": "M", "dtype": "bfloat16", "whole_model": None},
-    }
-    assert rows(tables.fusion_table(records)) == [
-        ["eager, launched from Python", "10.000", "5.00 ×", "10.000", "10.00 ×"],
-        ["eager in a CUDA graph", "4.000", "2.00 ×", "4.000", "4.00 ×"],
-        ["Triton", "2.000", "", "1.000", ""],
-        ["Triton, but mlp eager", "3.000", "1.50 ×", "–", "–"],
-        ["Triton, but head eager", "–", "–", "1.000", "1.00 ×"],
-    ]
-    assert tables.fusion_table({"c": records["c"]}) == ""
-    assert "| bf16, ms | over Triton | `--fp8`, ms |" in tables.fusion_table(records)
-    records["b"]["model"] = "N"
-    assert "| M, bf16, ms | over Triton | N, `--fp8`, ms |" in tables.fusion_table(records)
-
-
 def layer(kind, eager, triton, added, out, share=0.5):
     def part(pair):
         return {"error": {"relative": pair[0]}, "torch": {"relative": pair[1]}}
@@ -490,88 +246,8 @@ def test_kernels():
     ]
 
 
-def test_products_beside_both_of_cublas_sums():
-    def product(name, tokens, triton, lacks=(), **others):
-        row = kernel(name, tokens, triton, lacks=lacks, **others)
-        return row | {"errors": {form: {"relative": 1e-3 * tokens} for form in row["seconds"] if form not in lacks}}
-
-    measured = [
-        product("gemm_o", 129, 1e-5, eager=9e-5, library=0.79e-5), product("gemm_o", 2, 2e-5, library=4e-5),
-        product("gemm_o.fp8", 2, 1e-5, library=2e-5, library_fast=1e-5),
-        product("gemm_gate_up", 2, 1e-3, library=1e-3, lacks=["library"]), product("gemm_down", 2, None),
-    ]  # fmt: skip
-    text = tables.gemms_table({"a": {"results": measured}})
-    assert text.splitlines()[0] == "| GEMM, model | 2 tokens | 129 tokens | largest error |"
-    assert rows(text) == [
-        ["`gemm_o`, Qwen2.5-7B", "20.0 · 2.00", "10.0 · 0.79", "1.3e-01 · 1.3e-01"],
-        ["`gemm_o.fp8`, Qwen2.5-7B", "10.0 · 2.00 · 1.00", "–", "2.0e-03 · 2.0e-03 · 2.0e-03"],
-        ["`gemm_gate_up`, Qwen2.5-7B", "1,000.0 · 1.00\\*", "–", "2.0e-03"],
-    ]
-
-
-def test_attention_of_prompts_on_pages_of_both_kinds():
-    def point(name, tokens, context, **facts):
-        return kernel(name, tokens, 1e-5, context=context, **facts) | {"flops_per_s": 2.5e14, "bytes_per_s": 7.1e10}
-
-    measured = [
-        point("attention_prefill", 2048, 0, library=1.05e-5), point("attention_prefill", 2, 30000),
-        point("attention_prefill.fp8", 2048, 0, library=0.5e-5), point("attention_decode", 1, 8000),
-        point("attention_prefill", 512, 0, model="Other"),
-    ]  # fmt: skip
-    assert rows(tables.attention_table({"a": {"results": measured}})) == [
-        ["2,048 @ 0", "10.0", "250", "71", "1.05 ×", "10.0", "250", "71", "0.50 ×"],
-        ["2 @ 30,000", "10.0", "250", "71", "–", "–", "–", "–", "–"],
-    ]
-
-
-def test_what_tuning_finds():
-    def bucket(kernel, best=1e-5, step=None):
-        facts = {"kernel": kernel, "config": "x" if step and step < 4e-3 else None, "rule_s": 1e-5, "best_s": best, "tried": 7}
-        return facts | {"rule_step_s": step and 4e-3, "best_step_s": step}
-
-    measured = [bucket("gemv"), bucket("gemv", 9e-6, 3.96e-3), bucket("gemv", 5e-6, 4.1e-3), bucket("gemm")]
-    records = {"a": {"quantization": None, "results": measured}, "b": {"quantization": "fp8", "results": measured[3:]}}
-    assert rows(tables.tuned_table(records)) == [
-        ["`gemv`, bf16", "3", "21", "2", "30.0%", "50.0%", "1", "1.0%", "1.0%"],
-        ["`gemm`, bf16", "1", "7", "0", "–", "–", "0", "–", "–"],
-        ["`gemm`, `--fp8`", "1", "7", "0", "–", "–", "0", "–", "–"],
-    ]
-
-
 @pytest.mark.parametrize("name", kernels.BENCHMARKS)
 def test_what_the_table_of_kernels_shows_is_measured(name):
     operation = kernels.BENCHMARKS[name]
     points = {(tokens, context if operation.context else None) for tokens, context in operation.points}
     assert set(tables.telling(name)) <= points
-
-
-def test_the_cpu():
-    record = {
-        "threads": 2, "ratio": 1.0508, "peak_mb": 844.009, "weights_mb": 538.06, "first_token_s_after_process_start": 1.37
-    }  # fmt: skip
-    text = tables.cpu_table({"a": record})
-    assert "On 2 CPU threads" in text
-    assert "1.05 times" in text
-    assert "805 MiB, of which 513 MiB are weights" in text
-    assert "1.4 s after" in text
-
-
-def test_the_quality_of_fp8():
-    def line(name, difference, tokens=10220):
-        return {"kind": "perplexity", "name": name, "difference": difference, "standard_error": 0.00347, "tokens": tokens}
-
-    about = {"kind": "about", "date": "2026-01-02", "versions": {"torch": "2"}}
-    lines = [about, {"kind": "perplexity", "name": "embedded fp32"}, line("embedded fp8", -2.3e-5), line("WA all", 0.05388, 5110)]
-    text = tables.quality_table({"a": [*lines, line("SmolLM2-135M fp8", -0.0223)]})
-    shown, _, origin = text.partition("\n\n")
-    assert rows(shown) == [
-        ["embedded model", "0.0000 ± 0.0035 (10,220 tokens)", "–", "–"],
-        ["embedded model with outliers", "–", "–", "–"],
-        ["SmolLM2-135M-Instruct", "−0.0223 ± 0.0035 (10,220 tokens)", "–", "+0.0539 ± 0.0035 (5,110 tokens)"],
-    ]
-    assert "2026-01-02, torch 2, eager layers on a CPU" in origin
-
-
-def test_results_are_named_by_their_commits():
-    records = {"a": {"commit": "1"}, "b": [{"commit": "2"}, {"commit": "2"}], "c": {"commit": "1-dirty"}, "d": {"commit": "1"}}
-    assert origin(records) == "From `a`, `d` (commit 1); `b` (commit 2); `c` (commit 1-dirty)."
