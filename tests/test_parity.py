@@ -15,13 +15,9 @@ from minirt import Generator, SamplingParams
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLS = ["eager", "auto"] if DEVICE == "cuda" else ["eager"]
 LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
-}
+}  # fmt: skip
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 WIDE = {"hidden_size": 128}
@@ -69,14 +65,8 @@ def reference(folder):
 
 def greedy(model, prompt, count):
     ids = torch.tensor([prompt], device=DEVICE)
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=count,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     return out[0, len(prompt) :].tolist()
 
 
@@ -90,9 +80,7 @@ def test_tiny_models(case, impl, hf_folder):
     random = torch.Generator().manual_seed(7)
     prompts = [torch.randint(3, 211, (n,), generator=random).tolist() for n in LENGTHS]
     params = SamplingParams(max_tokens=NEW, ignore_eos=True)
-    with Generator.from_pretrained(
-        folder, device=DEVICE, dtype="float32", impl=impl, kv_cache_memory=1 << 26
-    ) as generator:
+    with Generator.from_pretrained(folder, device=DEVICE, dtype="float32", impl=impl, kv_cache_memory=1 << 26) as generator:
         expected = []
         for prompt in prompts:
             with torch.no_grad():
@@ -126,23 +114,20 @@ TEXTS = (
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", IMPLS)
 def test_smollm2(impl, smollm2):
-    """At least 12 prompts (chat, code, Chinese, emoji, one character, 1,000 tokens in chunks), one by one and in one batch."""
+    """At least 12 prompts (chat, code, Chinese, emoji, one character, 1,000 tokens in chunks) in one batch, three alone, too."""
     params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0)
     with Generator.from_pretrained(
         smollm2, device=DEVICE, dtype="float32", impl=impl, kv_cache_memory=1 << 28, max_num_batched_tokens=600
     ) as generator:
         prompts = [generator.encode_chat([{"role": "user", "content": text}]) for text in CHATS]
         prompts += [generator.encode(text) for text in TEXTS]
-        prompts.append(
-            (generator.encode(" ".join(f"Line {i}: the number is {i * i % 97}." for i in range(200))))[:1000]
-        )
-        assert len(prompts) >= 12
-        assert len(prompts[-1]) == 1000
-        alone = [generator.generate(prompt, params) for prompt in prompts]
+        prompts.append(generator.encode(" ".join(f"Line {i}: the number is {i * i % 97}." for i in range(200)))[:1000])
+        assert (len(prompts) >= 12, len(prompts[-1])) == (True, 1000)
+        alone = [generator.generate(prompt, params) for prompt in prompts[:3]]
         together = [c.token_ids for c in generator.generate(prompts, params)]
     gc.collect()
     model = reference(smollm2)
     expected = [greedy(model, prompt, 8) for prompt in prompts]
-    assert [c.token_ids for c in alone] == expected
+    assert [c.token_ids for c in alone] == expected[:3]
     assert together == expected
     assert alone[0].text.startswith("The capital of France is Paris.")

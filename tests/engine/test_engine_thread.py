@@ -104,9 +104,7 @@ def expected(prompts, count=8):
 
 def at_rest(thread, cache):
     """Once all earlier commands are done: nothing is open, and all pages are free."""
-    return thread.call(
-        lambda it: not it.has_work and not thread._sinks and cache.allocator.num_free == cache.num_pages
-    )
+    return thread.call(lambda it: not it.has_work and not thread._sinks and cache.allocator.num_free == cache.num_pages)
 
 
 def spread(count, work):

@@ -113,9 +113,7 @@ class Known:
             table[slot, NUM_NEXT], table[slot, MATCHED] = 1 + len(drafts), len(drafts)
 
 
-def engine(
-    pages=64, seqs=6, budget=40, length=64, lookahead=1, snapshots=8, drafts=0, right=0.7, prefix_cache=True, within=0
-):  # fmt: skip
+def engine(pages=64, seqs=6, budget=40, length=64, lookahead=1, snapshots=8, drafts=0, right=0.7, prefix_cache=True, within=0):
     model = Recurrent(1 + drafts if drafts else 0, within)
     cache = KVCache(model.specs, pages, page_size=PAGE, num_slots=seqs, num_snapshots=snapshots)
     kv, state = cache.layers[0]

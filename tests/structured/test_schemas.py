@@ -253,7 +253,7 @@ NUMBERS = ["0", "-0", "0.0", "0.00", "0.0005", "0.1", "0.25", "0.5", "0.51", "0.
            "10", "10.2", "10.5", "-0.25", "-0.5", "-0.9", "-1", "-1.0", "-1.2", "-1.5", "-2.6", "-3", "99.5", "100"]  # fmt: skip
 
 
-LOWS, HIGHS = (-3, -1.5, -1, -0.5, 0, 0.5, 1, 10), (-2.5, -1, -0.25, 0, 0.001, 0.5, 1, 1.5, 2.75, 10.5, 100)
+LOWS, HIGHS = (-3, -1.5, -1, 0, 0.5, 10), (-2.5, -0.25, 0, 0.5, 1.5, 10.5)
 INCLUSIVE = ("minimum", "maximum")
 KEYWORDS = (("exclusiveMinimum", "maximum"), ("minimum", "exclusiveMaximum"), ("exclusiveMinimum", "exclusiveMaximum"), INCLUSIVE)
 BOUNDS = [
@@ -364,19 +364,6 @@ def test_constants_are_exact(value):
     tokens, done = draw(OWN, constraint, 0, push=1)
     assert done
     assert json.loads(text_of(tokens)) == value
-
-
-def test_random_constants_are_exact_or_refused():
-    rng, kept = random.Random(5), 0
-    for _ in range(150):
-        value = rng.choice([lambda: rng.uniform(-1e9, 1e9), lambda: rng.randrange(2**60), lambda: round(rng.uniform(-1e4, 1e4), 3)])()
-        try:
-            constraint = compiled(OWN, json={"const": value}).start((0,), 0)
-        except UnsupportedError:
-            continue
-        kept += 1
-        assert json.loads(text_of(draw(OWN, constraint, 0, push=1)[0])) == value
-    assert kept > 40
 
 
 @pytest.mark.parametrize(("kind", "good", "bad"), [

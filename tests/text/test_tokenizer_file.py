@@ -188,7 +188,7 @@ RUNS = st.lists(st.tuples(st.sampled_from(WORDS + COMPOSED), st.integers(1, 60))
 
 
 @pytest.mark.parametrize("name", PROVEN)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(text=RUNS.map(lambda runs: "".join(part * count for part, count in runs)))
 def test_no_text_has_fewer_tokens_than_the_bound_says(name: str, text: str) -> None:
     library = Library.from_str(PROVEN[name])

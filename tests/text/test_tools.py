@@ -18,10 +18,7 @@ OWN = constraints()
 
 
 def tool(name="f", **parameters):
-    return {
-        "type": "function",
-        "function": {"name": name, "description": "d", "parameters": {"type": "object", **parameters}},
-    }
+    return {"type": "function", "function": {"name": name, "description": "d", "parameters": {"type": "object", **parameters}}}
 
 
 @pytest.mark.parametrize(("value", "where"), [
