@@ -405,14 +405,6 @@ def test_too_long_prompts(folder, generator):
         assert len(small.generate([5] * 60, params()).token_ids) == 4
 
 
-def test_check_is_what_a_request_would_meet(generator):
-    generator.check([1, 2, 3], params())
-    for tokens, error in (([], InputError), ([211], InputError), ([5] * 256, ContextLengthError)):
-        with pytest.raises(error):
-            generator.check(tokens)
-    assert idle(generator)
-
-
 # Streams
 
 
@@ -480,18 +472,6 @@ def test_chat_is_the_rendered_prompt(generator):
 
 
 # Sampling
-
-
-def test_seeded_draws(generator):
-    def draw(**options):
-        return generator.generate("hello", params(40, **options)).token_ids
-
-    assert draw(temperature=1.0, seed=5) == draw(temperature=1.0, seed=5)
-    assert draw(temperature=1.0, seed=5) != draw(temperature=1.0, seed=6)
-    assert draw(temperature=0.0, seed=5) == draw() == draw(temperature=1.0, top_k=1, seed=9)
-    alone = draw(temperature=0.8, top_p=0.9, seed=5)
-    batch = generator.generate(list(PROMPTS), params(40, temperature=0.8, top_p=0.9, seed=5))
-    assert batch[0].token_ids == alone, "a draw must not depend on the batch"
 
 
 def test_a_bad_word_without_tokens_is_refused(copy):

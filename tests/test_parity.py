@@ -31,11 +31,9 @@ CASES = {
     "llama-gelu-tanh": ("Llama", {"hidden_act": "gelu_pytorch_tanh"}),
     "llama-gelu": ("Llama", {"hidden_act": "gelu", "head_dim": 80}),
     "qwen2-7to1": ("Qwen2", {"num_attention_heads": 7, "num_key_value_heads": 1, "hidden_size": 112}),
-    "qwen2-tied-yarn": ("Qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN}),
     "qwen3": ("Qwen3", {"head_dim": 64}),
     "qwen3-bias-yarn": ("Qwen3", {"head_dim": 128, "attention_bias": True, "rope_parameters": YARN}),
     "mistral": ("Mistral", {}),
-    "mistral-d128": ("Mistral", {"head_dim": 128, "num_key_value_heads": 1}),
 }
 MOE = {"num_experts": 13, "num_experts_per_tok": 3, "moe_intermediate_size": 41}
 CASES |= {

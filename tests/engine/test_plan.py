@@ -69,32 +69,6 @@ def test_another_process_draws_the_same_tokens():
     assert pickle.loads(done.stdout) == results
 
 
-def test_a_plan_is_executed_again_after_a_failure():
-    """Its edits are absolute values: to apply them twice does no harm."""
-    it, _ = engine(seqs=4, budget=16)
-    it._runner._model = Noisy()
-    plans, start = [], it._runner.start
-    it._runner.start = lambda plan: plans.append(plan) or start(plan)
-    params = resolve(SamplingParams(max_tokens=6, temperature=0.0, repetition_penalty=1.3), None)
-    for i in range(3):
-        add(it, [10 + i] * (3 + 5 * i), params)
-    finish(it)
-    failing = Noisy()
-
-    def model(batch, cache):
-        failing.tries = getattr(failing, "tries", 0) + 1
-        if failing.tries % 2:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return failing(batch, cache)
-
-    once, twice = execute(), execute(model)
-    for plan in plans:
-        try:
-            twice(plan)
-        except torch.OutOfMemoryError:
-            assert twice(plan).lists() == once(plan).lists()
-
-
 def test_a_row_that_draws_nothing_yields_nothing_until_the_host_knows():
     """With a step of lookahead, the step behind it computes the slot once more."""
     it, cache = engine(lookahead=1)

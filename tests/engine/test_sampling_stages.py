@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from engine.test_engine import PROMPTS, SIZES, VOCAB, Mock, add, engine, finish, following
+from engine.test_engine import PROMPTS, SIZES, VOCAB, Mock, engine, following
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -127,16 +127,6 @@ def run(it, requests, unscored=None):
 FEW_PAGES = st.fixed_dictionaries(SIZES | {"pages": st.integers(16, 30)})
 
 
-def test_preempted_sequences_count_anew():
-    it, _ = engine(pages=16, seqs=8, budget=64)
-    it._runner._model = model = Noisy()
-    params = SamplingParams(max_tokens=30, temperature=0.0, presence_penalty=0.7, repetition_penalty=1.3, ignore_eos=True)
-    requests = [(0, [i + 10] * 9, params) for i in range(6)]
-    tokens, _, _ = run(it, requests)
-    assert [tokens[i] for i in range(6)] == [alone(r[1], params) for r in requests]
-    assert sum(model.tokens_per_step) > sum(9 + len(tokens[i]) - 1 for i in range(6)), "nothing was recomputed"
-
-
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_logprobs_are_those_of_the_raw_logits(lookahead):
     it, _ = engine(seqs=4, budget=20, lookahead=lookahead)
@@ -200,18 +190,6 @@ def test_a_prompt_that_is_not_scored_at_its_beginning_may_be_long():
         run(it, [(0, [1] * 1400 + [tail] * 3, params)], [1400])
     full = (1400 - 1) // cache.page_size * cache.page_size
     assert model.tokens_per_step == [1403, 1403 - full]
-
-
-def test_a_prompt_that_is_preempted_halfway_is_not_scored_twice():
-    it, _ = engine(pages=14, seqs=2, budget=3, prefix_cache=False)
-    it._runner._model = model = Noisy()
-    params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
-    scored = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
-    requests = [(0, [9] * 20, params), (7, list(range(40, 70)), scored)]
-    tokens, _, scores = run(it, requests)
-    assert [tokens[i] for i in (0, 1)] == [alone(prompt, own) for _, prompt, own in requests]
-    assert [row.token_id for row in scores[1]] == list(range(41, 70))
-    assert sum(model.tokens_per_step) > 20 + 29 + 30 + 2, "nothing was recomputed"
 
 
 def test_a_slot_that_comes_back_is_filled_anew():
@@ -353,21 +331,3 @@ def test_settings_are_checked_against_the_model():
     with pytest.raises(InputError, match="min_tokens: no token is left to draw"):
         it.checks.check([1], own, Request(0, [1], own, (5,)).rules)
     it.checks.check([1], own, Request(0, [1], own, (6,)).rules)
-
-
-def test_an_output_that_cannot_go_on_ends_with_an_error():
-    """Two bad words forbid both allowed tokens, but not at the first step."""
-    it, _ = engine()
-    it._runner._model = Noisy()
-    own = resolve(SamplingParams(allowed_token_ids=[1, 2], bad_words="x"), None)
-    request = Request(next(IDS), [3], own, bad_words=((1, 1), (1, 2), (2, 1), (2, 2)))
-    it.checks.check([3], own, request.rules)
-    it.add(request)
-    other = add(it, [3, 4], resolve(SamplingParams(max_tokens=4), None))
-    outputs = finish(it)
-    mine = [output for output in outputs if output.request_id == request.id]
-    assert [output.finish_reason for output in mine] == [None, "error"]
-    expected = "bad_words: no token is left to draw; expected a token that fits allowed_token_ids and bad_words; found none for "
-    assert isinstance(mine[1].error, InputError), "the request is at fault, not the model"
-    assert str(mine[1].error) == expected + "generated token 1"
-    assert sum(len(output.token_ids) for output in outputs if output.request_id == other) == 4

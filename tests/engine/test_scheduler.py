@@ -7,7 +7,6 @@ prompts that wait for others longer than their share.
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from engine.test_engine import PAGE, SIZES, engine, undisturbed
 from hypothesis import given, settings
@@ -18,7 +17,6 @@ from minirt.engine.limits import EngineLimits
 from minirt.engine.prompt_time import PromptTime
 from minirt.engine.scheduler import Scheduler
 from minirt.engine.sequence import Sequence
-from minirt.engine.slots import HostSlots
 from minirt.engine.waiting_queue import WaitingQueue
 from minirt.sampling_params import SamplingParams, resolve
 from minirt.step.kv_cache import KVCache, PagesSpec
@@ -462,24 +460,3 @@ def test_the_time_of_prompts(start, seconds, token_s, context_s):
     tokens = own.tokens(start, seconds)
     assert own.seconds(start, tokens) <= seconds * (1 + 1e-6) + 1e-12
     assert own.seconds(start, tokens + 2) >= seconds * (1 - 1e-6)
-
-
-@given(data=st.data())
-def test_few_sequences_and_many_are_extended_alike(data):
-    """The same steps, one by one and on arrays: drafts, stop tokens, the last token, a row that drew nothing."""
-    limits, draw = EngineLimits(24, 6, 64, max_drafts=2), data.draw(st.randoms(use_true_random=False))
-    alone, together = HostSlots(limits, 1), HostSlots(limits, 1)
-    for i in range(6):
-        own = Sequence(Request(i, [1] * draw.randrange(1, 9), greedy(1)), draw.randrange(9, 24), tuple(range(draw.randrange(3))))
-        for slots in (alone, together):
-            Sequence(own.request, own.final_len, own.ends).take_slot(slots, [])
-    every = np.arange(6)
-    for _ in range(4):
-        counts = np.array([draw.randrange(4) for _ in every])
-        tokens = np.array([[draw.randrange(-1, 40) for _ in range(3)] for _ in every])
-        found = together.extend(every, counts, tokens, 1.5)
-        one = [alone.extend(every[i : i + 1], counts[i : i + 1], tokens[i : i + 1], 1.5) for i in every]
-        assert [array.tolist() for array in found] == [np.concatenate(column).tolist() for column in zip(*one, strict=True)]
-        assert (alone.lengths == together.lengths).all()
-        assert (alone.tokens == together.tokens).all()
-        assert (alone.times == together.times).all()

@@ -432,26 +432,6 @@ def test_the_least_recently_used_state_goes_first():
     check(it, cache)
 
 
-def test_pages_that_are_evicted_take_their_states_along():
-    """A state is of no use without the pages before it, and must not be found with others in their place."""
-    it, cache = engine(pages=9, length=32, snapshots=8, budget=64)
-    prompt = list(range(10, 24))
-    complete(it, prompt, 1)
-    complete(it, [50] * 20, 12)
-    assert complete(it, prompt, 2) == (undisturbed(prompt, 2), 0)
-    check(it, cache)
-
-
-def test_a_prompt_that_fills_all_pages_starts():
-    """A hit in the middle of a page needs one page more than the sequence, which would wait for it for ever."""
-    it, cache = engine(pages=8, length=32, budget=64)
-    prompt = list(range(10, 40))
-    complete(it, prompt, 1)
-    for _ in range(2):
-        assert complete(it, prompt, 2)[0] == undisturbed(prompt, 2)
-    check(it, cache)
-
-
 def test_pinned_prompts_stay():
     it, _ = engine(pages=24, length=64, snapshots=4, budget=64)
     prompt = list(range(10, 24))

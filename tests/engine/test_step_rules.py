@@ -67,21 +67,6 @@ def test_logits_of_a_preempted_request_come_once(count, lookahead):
     assert it.stats.num_preemptions
 
 
-@pytest.mark.parametrize("scores", [None, 0])
-def test_a_short_request_does_not_wait_for_the_logits_of_a_long_one(scores):
-    it = Engine(nine, KVCache([PagesSpec(1, 1)], 200, page_size=64), EngineLimits(8192, 64, 8192), vocab_size=VOCAB)
-    own = NOTHING if scores is None else replace(NOTHING, prompt_logprobs=scores)
-    long = next(IDS)
-    it.add(Request(long, [3] * 6000, own, logits_only=scores is None))
-    it.step()
-    short, steps = add(it, [1, 2], greedy(2)), 0
-    while short in it:
-        it.step()
-        steps += 1
-    assert steps < 6
-    assert long in it, "it takes more than 20 steps"
-
-
 def test_with_drafts_equal_sizes_do_not_mean_that_every_row_is_kept():
     """The device may have fewer tokens than the plan says. Its tokens are without gaps then, its rows of logits are not."""
     it, _ = drafting(0.5, seed=3, lookahead=1)
@@ -184,16 +169,6 @@ def test_drafts_are_refused_where_states_cannot_be_taken_back():
     cache = KVCache([StateSpec((("s", (1,), torch.float32),))], 9, page_size=PAGE, num_slots=4)
     with pytest.raises(UnsupportedError, match="drafts need states that can be taken back"):
         Engine(nine, cache, EngineLimits(64, 4, 64), vocab_size=VOCAB, proposer=Drafts(1.0))
-
-
-def test_after_a_failure_nothing_is_pinned_any_more():
-    it, _ = engine(pages=16, length=64, prefix_cache=True)
-    add(it, [7] * 12, greedy(1))
-    finish(it)
-    assert it.pin([7] * 12) == 12
-    assert it.max_len < 64
-    it.recover()
-    assert it.max_len == 64
 
 
 def test_an_id_that_is_used_again_gets_no_token_of_the_request_before():

@@ -356,13 +356,6 @@ def test_integral_floats_are_integers(tiny):
     assert found["usage"]["completion_tokens"] == 3
 
 
-def test_nulls_mean_not_set(tiny):
-    names = ("temperature", "top_p", "n", "seed", "stop", "logit_bias", "stream", "stream_options", "logprobs", "ignore_eos",
-             "user", "response_format", "suffix", "best_of", "chat_template", "metadata")  # fmt: skip
-    status, _ = tiny.post(TEXT, {"prompt": "a", "max_tokens": 1} | dict.fromkeys(names))
-    assert status == 200
-
-
 # What asks for nothing: in each API, whether it has the field or not.
 EVERYWHERE = {
     "seed": [-1, -5, -(2**63), 2**64 - 1], "presence_penalty": [0, 0.0], "frequency_penalty": [0], "repetition_penalty": [1, 1.0],

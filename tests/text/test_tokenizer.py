@@ -320,12 +320,6 @@ def test_failing_template(template: str, word: str, tmp_path: Path) -> None:
         tokenizer.render_chat(CHATS[0])
 
 
-BAD_CHATS: list[Any] = [
-    *([], "hello", None, ONE, ["hello"], [ONE, {"role": "user"}], [{"role": 1, "content": "a"}]),
-    *([ONE | {"content": None}], [ONE | {"content": [{"type": "image", "url": "a"}]}], [ONE | {"nam": "b"}]),
-]
-
-
 def pieces_of(tokenizer: Tokenizer, ids: Iterable[int], skip: bool = True) -> list[str]:
     decoder = incremental_decoder(tokenizer, skip)
     return [*(decoder.push(i) for i in ids), decoder.flush()]
