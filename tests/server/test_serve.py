@@ -338,7 +338,6 @@ def test_loads_that_fail(tmp_path):
     words = tmp_path / "words.txt"
     words.write_text("word " * 9000)
     starts = {
-        ("--model", "/no/such/folder"): (1, ["/no/such/folder"]),
         ("--tool-call-parser", "response_template"): (2, ["--tool-call-parser", "response_template"]),
         ("--warm-prompt", str(words), "--kv-cache-memory", "8MiB"): (1, ["words.txt", "the prompt is too long"]),
     }

@@ -345,7 +345,7 @@ def test_every_answer_goes_back(folders, model, text, choice):
         own_tools = [own["function"] for own in TOOLS]
         typed = {"tools": [{"type": "function"} | own for own in own_tools], "messages": None, "max_tokens": None}
         plain = {"tools": [{"name": own["name"], "input_schema": own.get("parameters", {"type": "object"})} for own in own_tools]}
-        for end in (0, *range(1, len(text), 3), len(text)):
+        for end in (0, *range(1, len(text), 7), len(text)):
             found = await turn("/v1/chat/completions", end, tool_choice=choice)
             own = found["choices"][0]["message"]
             results = [{"role": "tool", "tool_call_id": call["id"], "content": "wrong"} for call in own.get("tool_calls", ())]
