@@ -33,7 +33,7 @@ BUDGET = {
     "minirt/patching": 643,
     "bench": 6_926,
     "examples": 147,
-    "tests": 41_154,
+    "tests": 39_653,
 }
 
 

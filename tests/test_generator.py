@@ -421,29 +421,6 @@ def test_stream_is_generate_in_pieces(stop, generator):
             assert whole.text == generator.tokenizer.decode(whole.token_ids)
 
 
-def test_stop_strings_end_the_text_before_them(generator):
-    full = generator.generate("hello", params(40)).text
-    for start in range(2, len(full) - 3, 5):
-        stop = full[start : start + 3]
-        done = generator.generate("hello", params(40, stop=stop))
-        assert done.text == full[: full.find(stop)]
-        assert done.finish_reason == "stop"
-    assert generator.generate("hello", params(40, stop=["no such text"])).text == full
-
-
-def test_end_of_sequence_ids(copy):
-    with load(copy) as plain:
-        tokens = plain.generate("hello", params(30)).token_ids
-    ends = [tokens[12], tokens[7]]
-    first = min(tokens.index(t) for t in ends)
-    path = copy / "generation_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": ends}))
-    with load(copy) as listed:
-        done = listed.generate("hello", SamplingParams(max_tokens=30))
-        assert (done.finish_reason, done.token_ids) == ("stop", tokens[: first + 1])
-        assert listed.generate("hello", params(30)).token_ids == tokens
-
-
 def test_a_turn_ends_with_the_tokenizers_end(copy):
     """Catches an answer that runs on to max_tokens, because generation_config.json names another end than the tokenizer."""
     path = copy / "generation_config.json"
