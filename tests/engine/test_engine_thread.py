@@ -121,7 +121,7 @@ def spread(count, work):
     for each in threads:
         each.start()
     for each in threads:
-        each.join(90)
+        each.join(600)
         assert not each.is_alive(), "a caller waits for ever"
     if raised:
         raise raised[0]
