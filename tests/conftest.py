@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,14 +22,27 @@ if not torch.cuda.is_available() and "MINIRT_EMULATE" not in os.environ:  # see 
         interpreter.shorten()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:  # with `-n`, tests of a file that share a module fixture run in one process
-            if any(found[-1].scope == "module" for found in item._fixtureinfo.name2fixturedefs.values()):
-                item.add_marker(pytest.mark.xdist_group(str(item.path)))
-            elif "past_2_31" in item.name:  # each test takes gigabytes of GPU memory, so they run one after the other
-                item.add_marker(pytest.mark.xdist_group("past_2_31"))
+@cache
+def _shares_a_fixture(path: str) -> bool:
+    return 'scope="module"' in (ROOT / path).read_text(encoding="utf-8")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """With `-n`, a file with module fixtures runs in one process. The marks of pytest-xdist need private names of pytest."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            if "past_2_31" in nodeid:  # each test takes gigabytes of GPU memory, so they run one after the other
+                return "past_2_31"
+            return path if _shares_a_fixture(path) else nodeid
+
+    return Scheduling(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:
             emulated = "MINIRT_EMULATE" in os.environ and "on_hopper" in getattr(item, "fixturenames", ())

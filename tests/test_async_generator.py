@@ -257,14 +257,6 @@ def test_a_loop_that_is_closed(generator, woken):
     gc.collect()
 
 
-def test_many_loops_one_after_the_other(generator):
-    agen = AsyncGenerator(generator)
-    for i in range(5):
-        assert asyncio.run(read(agen, [20, i])) == undisturbed([20, i], 8, EOS)
-        assert len(agen._ports) == 1
-    assert at_rest(generator)
-
-
 def test_what_is_dropped_is_freed():
     """The engine's thread keeps no reference to a generator that nobody has any more."""
 

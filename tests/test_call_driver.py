@@ -8,7 +8,7 @@ import asyncio
 
 import pytest
 from support.vocabularies import llama_like
-from test_processor import EOS, made
+from test_processor import made
 
 from minirt.call_driver import CallDriver, Wakeup
 from minirt.engine.request import TokenOutput
@@ -38,23 +38,6 @@ def processor(tmp_path):
 
 def prepared(processor, prompts, **options):
     return processor.prepare(prompts, SamplingParams(max_tokens=8, **options), single=False)
-
-
-def test_outputs_become_pieces_until_the_end(processor):
-    call, port = prepared(processor, [[3, 4], [5]]), Port()
-    first, second = call.requests
-    with CallDriver(call, port, sink=object()) as driver:
-        driver.start()
-        assert [own.id for own in port.submitted] == [first.id, second.id]
-        assert not any(own.final_only for own in port.submitted)
-        stream, piece = driver.push(TokenOutput(second.id, (7,), None))
-        assert (stream.prompt, piece.token_ids, piece.finish_reason) == (1, (7,), None)
-        assert driver.push(TokenOutput(second.id, (EOS,), "stop"))[1].finish_reason == "stop"
-        assert driver.push(TokenOutput(second.id, (9,), None)) is None, "after its end"
-        assert list(call.open) == [first.id]
-        driver.push(TokenOutput(first.id, (8,), "length"))
-    assert port.aborted == [], "nothing ran any more"
-    assert [done.token_ids for done in call.result()] == [[8], [7, EOS]]
 
 
 def test_a_stop_string_aborts_its_request_alone(processor):
@@ -121,13 +104,6 @@ def test_leaving_early(processor, stage):
         raise EngineError("left")
     assert port.aborted == ([] if stage == "before" else [ids])
     assert driver.abort() == 0
-
-
-def test_a_call_without_requests_submits_nothing(processor):
-    call, port = prepared(processor, []), Port(EngineError("must not be asked"))
-    with CallDriver(call, port, sink=object()) as driver:
-        driver.start()
-    assert (call.result(), port.aborted) == ([], [])
 
 
 def test_a_wakeup_wakes_the_task_that_waits_and_no_later_one():

@@ -405,14 +405,6 @@ def test_too_long_prompts(folder, generator):
         assert len(small.generate([5] * 60, params()).token_ids) == 4
 
 
-def test_check_is_what_a_request_would_meet(generator):
-    generator.check([1, 2, 3], params())
-    for tokens, error in (([], InputError), ([211], InputError), ([5] * 256, ContextLengthError)):
-        with pytest.raises(error):
-            generator.check(tokens)
-    assert idle(generator)
-
-
 # Streams
 
 
@@ -427,29 +419,6 @@ def test_stream_is_generate_in_pieces(stop, generator):
         assert pieces[-1].finish_reason == whole.finish_reason
         if not stop:
             assert whole.text == generator.tokenizer.decode(whole.token_ids)
-
-
-def test_stop_strings_end_the_text_before_them(generator):
-    full = generator.generate("hello", params(40)).text
-    for start in range(2, len(full) - 3, 5):
-        stop = full[start : start + 3]
-        done = generator.generate("hello", params(40, stop=stop))
-        assert done.text == full[: full.find(stop)]
-        assert done.finish_reason == "stop"
-    assert generator.generate("hello", params(40, stop=["no such text"])).text == full
-
-
-def test_end_of_sequence_ids(copy):
-    with load(copy) as plain:
-        tokens = plain.generate("hello", params(30)).token_ids
-    ends = [tokens[12], tokens[7]]
-    first = min(tokens.index(t) for t in ends)
-    path = copy / "generation_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": ends}))
-    with load(copy) as listed:
-        done = listed.generate("hello", SamplingParams(max_tokens=30))
-        assert (done.finish_reason, done.token_ids) == ("stop", tokens[: first + 1])
-        assert listed.generate("hello", params(30)).token_ids == tokens
 
 
 def test_a_turn_ends_with_the_tokenizers_end(copy):
@@ -480,18 +449,6 @@ def test_chat_is_the_rendered_prompt(generator):
 
 
 # Sampling
-
-
-def test_seeded_draws(generator):
-    def draw(**options):
-        return generator.generate("hello", params(40, **options)).token_ids
-
-    assert draw(temperature=1.0, seed=5) == draw(temperature=1.0, seed=5)
-    assert draw(temperature=1.0, seed=5) != draw(temperature=1.0, seed=6)
-    assert draw(temperature=0.0, seed=5) == draw() == draw(temperature=1.0, top_k=1, seed=9)
-    alone = draw(temperature=0.8, top_p=0.9, seed=5)
-    batch = generator.generate(list(PROMPTS), params(40, temperature=0.8, top_p=0.9, seed=5))
-    assert batch[0].token_ids == alone, "a draw must not depend on the batch"
 
 
 def test_a_bad_word_without_tokens_is_refused(copy):

@@ -32,11 +32,9 @@ CASES = {
     "llama-gelu-tanh": ("Llama", {"hidden_act": "gelu_pytorch_tanh"}),
     "llama-gelu": ("Llama", {"hidden_act": "gelu", "head_dim": 80}),
     "qwen2-7to1": ("Qwen2", {"num_attention_heads": 7, "num_key_value_heads": 1, "hidden_size": 112}),
-    "qwen2-tied-yarn": ("Qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN}),
     "qwen3": ("Qwen3", {"head_dim": 64}),
     "qwen3-bias-yarn": ("Qwen3", {"head_dim": 128, "attention_bias": True, "rope_parameters": YARN}),
     "mistral": ("Mistral", {}),
-    "mistral-d128": ("Mistral", {"head_dim": 128, "num_key_value_heads": 1}),
 }
 MOE = {"num_experts": 13, "num_experts_per_tok": 3, "moe_intermediate_size": 41}
 CASES |= {
@@ -97,7 +95,7 @@ TEXTS = (
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", IMPLS)
 def test_smollm2(impl, smollm2):
-    """At least 12 prompts (chat, code, Chinese, emoji, one character, 400 tokens in chunks), one by one and in one batch."""
+    """At least 12 prompts (chat, code, Chinese, emoji, one character, 400 tokens in chunks) in one batch, three alone, too."""
     params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0)
     with Generator.from_pretrained(
         smollm2, device=DEVICE, dtype="float32", impl=impl, kv_cache_memory=1 << 28, max_num_batched_tokens=250
@@ -107,11 +105,11 @@ def test_smollm2(impl, smollm2):
         prompts.append(generator.encode(" ".join(f"Line {i}: the number is {i * i % 97}." for i in range(100)))[:400])
         assert len(prompts) >= 12
         assert len(prompts[-1]) == 400
-        alone = [generator.generate(prompt, params) for prompt in prompts]
+        alone = [generator.generate(prompt, params) for prompt in prompts[:3]]
         together = [c.token_ids for c in generator.generate(prompts, params)]
     gc.collect()
     model = reference(smollm2)
-    assert [c.token_ids for c in alone] == together
+    assert [c.token_ids for c in alone] == together[:3]
     for prompt, tokens in zip(prompts, together, strict=True):
         check_greedy(model, prompt, tokens, 8)
     assert alone[0].text.startswith("The capital of France is Paris.")

@@ -9,7 +9,6 @@ import json
 import math
 import statistics
 import subprocess
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -535,12 +534,3 @@ def test_what_is_missing_is_null_and_no_sentence(monkeypatch):
     assert shared["versions"]["triton"] is shared["commit"] is None
     (line, _) = report.heading(shared)
     assert f" · torch {torch.__version__} · no triton · minirt {minirt.__version__} · 20" in line
-
-
-def test_help_is_light():
-    heavy = {"torch", "triton", "numpy", "tokenizers", "safetensors", "rich", "minirt.bench"}
-    for command in (["bench", "--help"], ["bench", "speed", "--help"]):
-        code = f"import sys; from minirt.cli import app as cli\ntry: cli.main({command})\nfinally: print(*sys.modules)"
-        done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
-        assert "Usage: " in done.stdout
-        assert not heavy & set(done.stdout.split("\n")[-2].split())

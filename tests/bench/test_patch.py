@@ -74,15 +74,12 @@ def test_a_wrong_model_is_not_timed(run, folder, monkeypatch):
         run("-m", folder, "--random-weights", *SMALL)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--variants", "vllm"), "'vllm' is none of minirt, minirt fp8, liger"),
-        (("--parts", "norms,heads"), "'heads' is none of norms, attention, rope, mlp"),
-        (("--dtype", "int8"), "'int8' is none of"),
-        (("--picture", "speed.txt"), "ends with none of"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    (("--variants", "vllm"), "'vllm' is none of minirt, minirt fp8, liger"),
+    (("--parts", "norms,heads"), "'heads' is none of norms, attention, rope, mlp"),
+    (("--dtype", "int8"), "'int8' is none of"),
+    (("--picture", "speed.txt"), "ends with none of"),
+])  # fmt: skip
 def test_bad_options(run, folder, options, message):
     """A value that is found out after a large model was built."""
     result = run("-m", folder, "--random-weights", *SMALL, *options)

@@ -10,7 +10,6 @@ import shutil
 import pytest
 import torch
 from click.testing import CliRunner
-from support.package import transformers_perplexity
 from support.tiny import add_tokenizer
 
 from minirt import Generator
@@ -152,17 +151,3 @@ def test_command(folder, generator, tmp_path):
     path.write_text("")
     with pytest.raises(InputError, match=r"text\.txt: "):
         CliRunner().invoke(evaluate, common, catch_exceptions=False)
-
-
-@pytest.mark.slow
-def test_smollm2(smollm2):
-    """A real model and text against transformers' loss in fp32 over the same windows. Bytes are those of UTF-8."""
-    import transformers
-
-    text = "The capital of France is Paris. It lies on the Seine, and its people like café crème – every day. " * 2
-    with Generator.from_pretrained(smollm2, device="cpu", dtype="float32", kv_cache_memory=1 << 26) as generator:
-        result = perplexity(generator, text, window=32, stride=16)
-        tokens = generator.encode(text)
-    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
-    assert result.perplexity == pytest.approx(transformers_perplexity(model, tokens, 32, 16), rel=1e-5)
-    assert result.bytes == len(text.encode()) - len("The")

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from click.testing import CliRunner
-from support.cli import CACHE, caller, refused
+from support.cli import CACHE, caller, printed, refused, succeeded
 
 from minirt import SamplingParams, SpeculativeOptions, layers
 from minirt.bench import ceiling, report, speculate
@@ -31,6 +31,7 @@ def folder(hf_folder):
 @pytest.fixture
 def run(capfd, monkeypatch):
     monkeypatch.setattr(ceiling, "BUFFER_BYTES", {"cpu": 1 << 20})
+    monkeypatch.setenv("COLUMNS", "1000")  # else a table of long numbers, on a slow machine, is split into two
     return caller(capfd, monkeypatch)
 
 
@@ -45,12 +46,10 @@ def table(text):
 
 def test_decode_steps_are_a_table(run, folder):
     sizes = ("-p", 0, "-b", "1,3", "-c", "16", "--repeats", 2)
-    code, out, err = run("bench", "speed", "-m", folder, *CACHE, *sizes, "-o", "md")
-    assert code == 0
+    out, err = succeeded(run("bench", "speed", "-m", folder, *CACHE, *sizes, "-o", "md"))
     first, _, second, _, products, _, third, *_ = out.splitlines()
     assert first.startswith("**CPU figures, no GPU:** CPU ")
-    for word in (f"torch {torch.__version__}", "triton", "minirt"):
-        assert word in first
+    assert all(word in first for word in (f"torch {torch.__version__}", "triton", "minirt"))
     assert second.startswith("Memory bandwidth, same run: ")
     assert "torch.sum" in second
     assert "datasheet" not in second
@@ -84,17 +83,13 @@ SHARED = {
 def test_the_number_of_steps_is_an_option(run, folder):
     """128 steps, several times, take minutes on a CPU. The room that is checked follows the option."""
     base = ("bench", "speed", "-m", folder, *CACHE, "-p", 0, "-c", 8, "--repeats", 1, "--max-model-len", 12)
-    code, out, err = run(*base, "-n", 3)
-    assert code == 0, err
-    assert "tg3 b1 @ d8" in out
+    assert "tg3 b1 @ d8" in succeeded(run(*base, "-n", 3))[0]
     refused(run(*base, "-n", 4), "too long")
 
 
 def test_json_holds_all_that_a_figure_needs(run, folder):
     arguments = ("bench", "speed", "-m", folder, *CACHE, "-p", 0, "-b", "1,2", "-c", "8", "--repeats", 2, "-q", "-o", "json")
-    code, out, _ = run(*arguments)
-    record = json.loads(out)
-    assert code == 0
+    record = json.loads(succeeded(run(*arguments))[0])
     assert set(record) == SHARED | {"results"}
     assert record["command"] == ["minirt", *map(str, arguments)]
     assert (record["schema"], record["benchmark"], record["backend"]) == (1, "speed", "CPU")
@@ -138,8 +133,7 @@ def test_formats_say_the_same(run, folder, tmp_path, monkeypatch):
 def test_a_model_as_random_weights_and_with_draws(run):
     options = ("--random-weights", "--kv-cache-memory", "64MiB", "--device", "cpu", "--max-model-len", 64)
     base = ("bench", "throughput", "-m", "SmolLM2-135M", *options, *ONE)
-    code, out, _ = run(*base, "--temperature", 0.8, "--top-k", 9, "-o", "json")
-    assert code == 0
+    out, _ = succeeded(run(*base, "--temperature", 0.8, "--top-k", 9, "-o", "json"))
     assert json.loads(out)["parameters"] == 134_515_008
     assert json.loads(out)["sampling"] == {"temperature": 0.8, "top_k": 9, "seed": 0}
 
@@ -155,8 +149,7 @@ def test_a_filter_alone_means_draws(run, folder, options, temperature, monkeypat
 
     monkeypatch.setattr(Generator, "generate", noted)
     base = ("bench", "throughput", "-m", folder, *CACHE, *ONE)
-    code, out, _ = run(*base, *options, "-o", "json")
-    assert code == 0
+    out, _ = succeeded(run(*base, *options, "-o", "json"))
     assert {params.temperature for params in asked} == {temperature}
     assert json.loads(out)["sampling"]["temperature"] == temperature
 
@@ -165,13 +158,10 @@ def test_speed_measures_a_prompt_and_decode_steps(run, folder):
     """What llama-bench prints. The model has 256 positions, so the default prompt is shorter than 512. Catches a row that is
     missing in a format, or a table that wants a Markdown viewer."""
     base = ("bench", "speed", "-m", folder, *CACHE, "-n", 40, "-c", "1,20", "--repeats", 2, "-q")
-    code, out, err = run(*base, "-o", "json")
-    rows = json.loads(out)["results"]
-    assert (code, err) == (0, "")
+    rows = json.loads(printed(run(*base, "-o", "json")))["results"]
     assert [row["test"] for row in rows] == ["pp255", "tg40 b1 @ d1", "tg40 b1 @ d20"]
     assert all(row["peak_memory_bytes"] > 0 for row in rows)
-    code, out, err = run(*base, "-p", 9)
-    assert (code, err) == (0, "")
+    out = printed(run(*base, "-p", 9))
     assert "|" not in out
     assert re.search(r"^model +\w+ float32$", out, re.MULTILINE)
     assert re.search(r"^test +t/s +ms per prompt or step", out, re.MULTILINE)
@@ -187,8 +177,7 @@ def test_speed_leaves_out_what_is_0(run, folder):
     """llama-bench's `-p 0` and `-n 0` were refused as wrong numbers. Nothing else that is given is ignored."""
     base = ("bench", "speed", "-m", folder, *CACHE, "--repeats", 1, "-q", "-o", "json")
     for options, tests in ((("-p", 0, "-n", 3, "-c", 4), ["tg3 b1 @ d4"]), (("-p", "9,5", "-n", 0), ["pp9", "pp5"])):
-        code, out, err = run(*base, *options)
-        assert (code, err) == (0, "")
+        out = printed(run(*base, *options))
         assert [row["test"] for row in json.loads(out)["results"]] == tests
     refused(run(*base, "-p", 0, "-n", 0), "--input-len 0 and --output-len 0 leave nothing to measure", code=2)
     refused(run(*base, "-n", 0, "-c", 4), "--context-len is of decode steps", code=2)
@@ -254,18 +243,15 @@ TINY = ("-p", 0, "-b", "1,9", "-c", "4", "--repeats", 1, "-q", "-o", "json")
 
 def test_what_is_measured_is_compared_with_the_eager_layers_first(run, folder):
     base = ("bench", "speed", "-m", folder, *CACHE, *TINY)
-    code, out, _ = run(*base, "--impl", "layers.*.mlp=bench-plain")
-    assert code == 0
-    record = json.loads(out)
+    record = json.loads(succeeded(run(*base, "--impl", "layers.*.mlp=bench-plain"))[0])
     correctness = record["correctness"]
-    assert correctness["checked"]
-    assert correctness["batch_sizes"] == [1, 9]
+    assert (correctness["checked"], correctness["batch_sizes"]) == (True, [1, 9])
     assert correctness["tokens_equal"] + 16 * correctness["near_ties"] >= 10 * 16
     assert correctness["near_ties"] <= 1
     assert correctness["logits_relative_error"] < 1e-4
     assert record["implementations"] == ["bench-plain", "eager"]
     refused(run(*base, "--impl", "layers.1.mlp=bench-wrong"), "nothing to time", "relative error")
-    code, out, _ = run(*base, "--impl", "layers.1.mlp=bench-wrong", "--skip-check")
+    out = run(*base, "--impl", "layers.1.mlp=bench-wrong", "--skip-check")[1]
     assert json.loads(out)["correctness"] == {"checked": False, "why": "not checked (--skip-check)"}
     shown = run(*base[:-1], "md", "--impl", "layers.*.mlp=bench-plain")[1]
     assert "Correctness: agrees with the eager layers on the same weights" in shown

@@ -115,19 +115,6 @@ def test_the_load_does_not_depend_on_the_processes(run, processes) -> None:
     assert json.loads(out)["results"][0]["client"]["processes"] == processes
 
 
-def test_chat_completions_take_words(run) -> None:
-    with FakeServer() as server:
-        base = ("--base-url", server.url, "--endpoint", "/v1/chat/completions")
-        code, out, err = run(*base, *SMALL, "--no-ignore-eos", "-o", "json")
-    assert code == 0
-    row = json.loads(out)
-    assert (row["backend"], row["prompt_type"]) == ("openai-chat", "text")
-    bodies = [asked.body for asked in server.asked if asked.method == "POST"]
-    assert all(3 <= len(body["messages"][0]["content"].split()) <= 9 for body in bodies)
-    assert all("ignore_eos" not in body and body["max_completion_tokens"] <= 6 for body in bodies)
-    assert "random words" in err
-
-
 def test_the_vocabulary_that_the_server_states(run) -> None:
     async def handler(asked: Asked, reader, writer) -> None:
         if asked.path == "/model_info":
@@ -186,16 +173,13 @@ def test_a_server_that_ends_midway_leaves_a_report(run, tmp_path) -> None:
     assert picture.stat().st_size > 1000
 
 
-@pytest.mark.parametrize(
-    ("reply", "message"),
-    [
-        (answer({"detail": "Not Found"}, "404 Not Found"), "HTTP 404 Not Found: Not Found"),
-        (answer(b"<html>", kind="text/html"), "not JSON"),
-        (answer({"data": []}), "names no model"),
-        (answer([]), "names no model"),
-        (b"+OK\r\n", "the answer is not HTTP"),
-    ],
-)
+@pytest.mark.parametrize(("reply", "message"), [
+    (answer({"detail": "Not Found"}, "404 Not Found"), "HTTP 404 Not Found: Not Found"),
+    (answer(b"<html>", kind="text/html"), "not JSON"),
+    (answer({"data": []}), "names no model"),
+    (answer([]), "names no model"),
+    (b"+OK\r\n", "the answer is not HTTP"),
+])  # fmt: skip
 def test_what_is_no_such_server(run, reply, message) -> None:
     async def handler(asked: Asked, reader, writer) -> None:
         writer.write(reply)

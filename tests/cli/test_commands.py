@@ -20,7 +20,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.cli import CACHE, LONG, refused, start
+from support.cli import CACHE, LONG, printed, refused, start, succeeded
 from support.package import ROOT
 from support.quantized import write
 from support.tiny import add_tokenizer
@@ -49,14 +49,12 @@ def expected(folder):
 
 
 def test_text_goes_to_stdout_and_figures_to_stderr(run, folder, expected):
-    code, out, err = run("generate", "-m", folder, *CACHE, "--max-tokens", 9, "hello", "the fox")
-    assert code == 0
+    out, err = succeeded(run("generate", "-m", folder, *CACHE, "--max-tokens", 9, "hello", "the fox"))
     assert out == "".join(expected(p, 9).text + "\n" for p in ("hello", "the fox"))
     words = ("load ", "first token", "decode 9 tokens", "tokens/s", "GB/s of weights", "peak memory", "greedy (default)")
-    for word in words:
-        assert err.count(word) >= 2, word
-    for word in ("prompt 5 tokens", "prompt 4 tokens", "finished: length", f" · {torch.get_num_threads()} thread"):
-        assert word in err
+    assert [word for word in words if err.count(word) < 2] == []
+    words = ("prompt 5 tokens", "prompt 4 tokens", "finished: length", f" · {torch.get_num_threads()} thread")
+    assert [word for word in words if word not in err] == []
     assert run("generate", "-m", folder, *CACHE, "--max-tokens", 9, "-q", "hello", "the fox") == (0, out, "")
 
 
@@ -78,15 +76,11 @@ def test_effective_sampling_is_shown_with_its_sources(run, copy):
 
 
 def test_json(run, folder, expected):
-    code, out, err = run("generate", "-m", folder, *CACHE, "--json", "-q", "--max-tokens", 9, "hello", 'quote " and \n')
-    assert (code, err) == (0, "")
+    out = printed(run("generate", "-m", folder, *CACHE, "--json", "-q", "--max-tokens", 9, "hello", 'quote " and \n'))
     for line, prompt in zip(out.splitlines(), ("hello", 'quote " and \n'), strict=True):
         record, truth = json.loads(line), expected(prompt, 9)
-        assert record["prompt"] == prompt
-        assert record["prompt_token_ids"] == truth.prompt_token_ids
-        assert record["token_ids"] == truth.token_ids
-        assert record["text"] == truth.text
-        assert record["finish_reason"] == "length"
+        names = ("prompt_token_ids", "token_ids", "text", "finish_reason")
+        assert record.items() >= {"prompt": prompt, **{name: getattr(truth, name) for name in names}}.items()
         for name in ("time_to_first_token_s", "decode_tokens_per_s", "peak_memory_bytes"):
             assert record[name] > 0
         assert not {"sampling", "sampling_sources", "seed"} & record.keys()
@@ -104,15 +98,14 @@ def test_every_sampling_option_arrives(run, folder):
     flags = ["--min-tokens", 1, "--stop-token-ids", "7,0", "--include-stop-str-in-output", "--presence-penalty", 0.5]
     flags += ["--frequency-penalty", -0.5, "--repetition-penalty", 1.5, "--logit-bias", "3=-5.5", "--logit-bias", "0=1"]
     flags += ["--allowed-token-ids", "0,3,5,6,7", "--bad-words", "quick", "--bad-words", "dog", "--no-skip-special-tokens"]
-    flags += ["--truncate-prompt-tokens", 4, "--logprobs", 2, "--prompt-logprobs", 0]
-    code, out, err = run("generate", "-m", folder, *CACHE, "--json", "-vq", "--max-tokens", 3, *flags, "the quick brown fox")
-    assert (code, err) == (0, "")
+    flags += ["--truncate-prompt-tokens", 4, "--logprobs", 2, "--prompt-logprobs", 0, "--ignore-eos", "--stop=a", "--stop=b"]
+    out = printed(run("generate", "-m", folder, *CACHE, "--json", "-vq", "--max-tokens", 3, *flags, "the quick brown fox"))
     record = json.loads(out)
     expected = {
         "min_tokens": 1, "stop_token_ids": [7, 0], "include_stop_str_in_output": True, "presence_penalty": 0.5,
         "frequency_penalty": -0.5, "repetition_penalty": 1.5, "logit_bias": {"3": -5.5, "0": 1.0},
         "allowed_token_ids": [0, 3, 5, 6, 7], "bad_words": ["quick", "dog"], "skip_special_tokens": False,
-        "truncate_prompt_tokens": 4, "logprobs": 2, "prompt_logprobs": 0,
+        "truncate_prompt_tokens": 4, "logprobs": 2, "prompt_logprobs": 0, "ignore_eos": True, "stop": ["a", "b"],
     }  # fmt: skip
     assert {name: record["sampling"][name] for name in expected} == expected
     assert all(record["sampling_sources"][name] == "user" for name in expected)
@@ -205,21 +198,6 @@ def test_json_is_whole_whatever_the_terminal_shows(folder):
     assert json.loads(out)["prompt"] == "日本 ß"
 
 
-def test_stop_and_end_of_sequence(run, copy, expected):
-    done = expected("hello", 20)
-    stop = done.text[4:7]
-    arguments = ("generate", "-m", copy, *CACHE, "--json", "-q", "--max-tokens", 20, "hello")
-    record = json.loads(run(*arguments, "--stop", "never seen", "--stop", stop)[1])
-    assert record["text"] == done.text[: done.text.find(stop)]
-    assert record["finish_reason"] == "stop"
-    path = copy / "generation_config.json"
-    path.write_text(json.dumps({"eos_token_id": [done.token_ids[3]]}))
-    assert json.loads(run(*arguments)[1])["finish_reason"] == "stop"
-    assert json.loads(run(*arguments, "--ignore-eos")[1])["token_ids"][: len(done.token_ids)] == done.token_ids
-    path.write_text(json.dumps({"stop_strings": [stop]}))
-    assert json.loads(run(*arguments)[1])["text"] == record["text"], "the file's stop strings apply without --stop"
-
-
 def test_prompt_files_are_verbatim(run, folder, expected, tmp_path, monkeypatch):
     text = "  two spaces, \r\n a CRLF and newlines \n\n"
     (tmp_path / "p").write_bytes(text.encode())
@@ -233,19 +211,13 @@ def test_prompt_files_are_verbatim(run, folder, expected, tmp_path, monkeypatch)
 @pytest.mark.parametrize(("prompts", "texts"), [((), ["a\n b "]), (("-",), ["a\n b "]), (("hello", "-"), ["hello", "a\n b "])])
 def test_a_pipe_is_a_prompt(prompts, texts, run, folder, expected, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\n b \r\n")))
-    code, out, _ = run("generate", "-m", folder, *CACHE, "--json", "-q", "--max-tokens", 1, *prompts)
-    assert code == 0
+    out, _ = succeeded(run("generate", "-m", folder, *CACHE, "--json", "-q", "--max-tokens", 1, *prompts))
     assert [json.loads(line)["prompt"] for line in out.splitlines()] == texts
 
 
 def test_a_terminal_is_no_prompt(run, folder, monkeypatch):
     monkeypatch.setattr(sys, "stdin", Keyboard("hello\n"))
     refused(run("generate", "-m", folder, *CACHE), "no prompt", code=2)
-
-
-def test_chat_template(run, folder, expected):
-    _, out, _ = run("generate", "-m", folder, *CACHE, "--chat", "-q", "--max-tokens", 9, "hello")
-    assert out == expected([1, *expected("[user]hello\n[assistant]", 1).prompt_token_ids[1:]], 9).text + "\n"
 
 
 def test_text_is_flushed_as_it_comes(folder, monkeypatch):
@@ -270,8 +242,7 @@ def test_text_is_flushed_as_it_comes(folder, monkeypatch):
 def test_token_ids_without_a_tokenizer(run, bare, expected):
     ids = expected("hello", 1).prompt_token_ids
     for text in (" ".join(map(str, ids)), ",".join(map(str, ids)) + "\n"):
-        code, out, _ = run("generate", "-m", bare, *CACHE, "-q", "--max-tokens", 9, text)
-        assert code == 0
+        out, _ = succeeded(run("generate", "-m", bare, *CACHE, "-q", "--max-tokens", 9, text))
         assert [int(word) for word in out.split()] == expected("hello", 9).token_ids
     refused(run("generate", "-m", bare, *CACHE, "hello"), "no tokenizer", "token ids", "'1 2 3'")
     refused(run("generate", "-m", bare, *CACHE, "1 2 211"), "0 to 210", "found 211")
@@ -284,8 +255,7 @@ def test_token_ids_without_a_tokenizer(run, bare, expected):
 def test_a_structured_text_that_is_cut_is_a_warning(run, folder, tmp_path):
     """Half a JSON object was printed without a word. The schema is given as a text, without a file."""
     schema = '{"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}'
-    code, out, err = run("generate", "-m", folder, *CACHE, "-q", "--max-tokens", 2, "--json-schema", schema, "hello", "a")
-    assert code == 0
+    out, err = succeeded(run("generate", "-m", folder, *CACHE, "-q", "--max-tokens", 2, "--json-schema", schema, "hello", "a"))
     assert out.startswith("{")
     assert "warning: 2 of 2 texts are incomplete: --max-tokens 2 came before the end" in err
     lines = tmp_path / "lines.jsonl"
@@ -298,12 +268,10 @@ def test_a_structured_text_that_is_cut_is_a_warning(run, folder, tmp_path):
 
 
 def test_without_a_model(run, folder, monkeypatch):
-    code, _, err = run("generate", *CACHE, "--max-tokens", 1, "hello")
-    assert code == 0
+    _, err = succeeded(run("generate", *CACHE, "--max-tokens", 1, "hello"))
     assert "the embedded model" in err
     assert run("generate", *CACHE, "--max-tokens", 1, "-q", "hello")[2] == ""
-    code, _, err = run("plan", "--device", "cpu")
-    assert code == 0
+    _, err = succeeded(run("plan", "--device", "cpu"))
     assert "the embedded model" in err
     monkeypatch.setenv("MINIRT_MODEL", str(folder / "nowhere"))
     refused(run("generate", *CACHE, "hello"), "nowhere")
@@ -346,8 +314,7 @@ def ids(folder, text):
                                                   (("--system", ""), "[system]\n")])  # fmt: skip
 def test_conversation(options, opening, run, folder, monkeypatch, seen):
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\n  \nthe fox \n/reset\na\n/exit\nnever\n"))
-    code, out, err = run("chat", "-m", folder, *CACHE, "--max-tokens", 5, "-q", *options)
-    assert (code, err) == (0, "")
+    out = printed(run("chat", "-m", folder, *CACHE, "--max-tokens", 5, "-q", *options))
     first, second, third = out.removesuffix("\n").split("\n")
     assert first
     assert third
@@ -361,8 +328,7 @@ def test_conversation(options, opening, run, folder, monkeypatch, seen):
 def test_a_conversation_that_grows_too_long(run, folder, monkeypatch, seen):
     lines = "hello\n" + "x" * 300 + "\nfox\n"
     monkeypatch.setattr(sys, "stdin", Keyboard(lines))
-    code, out, err = run("chat", "-m", folder, *CACHE, "--max-tokens", 5, "-q")
-    assert code == 0
+    out, err = succeeded(run("chat", "-m", folder, *CACHE, "--max-tokens", 5, "-q"))
     assert out.count("\n") == 2
     assert "at most 255 tokens" in err
     assert "/reset starts over" in err
@@ -384,8 +350,7 @@ def test_control_c_stops_an_answer_only(run, folder, monkeypatch, seen):
 
     monkeypatch.setattr(chat, "write", interrupted)
     monkeypatch.setattr(sys, "stdin", Keyboard("hello\n/stats\nthe fox\n"))
-    code, out, err = run("chat", "-m", folder, *CACHE, "--max-tokens", 5)
-    assert code == 0
+    out, err = succeeded(run("chat", "-m", folder, *CACHE, "--max-tokens", 5))
     assert "(stopped; Ctrl-C again ends" in err
     assert out.count("\n") == 2
     short, rest = re.findall(r"^3 tokens, .*|^decode 3 tokens.*", err, flags=re.MULTILINE)
@@ -407,8 +372,7 @@ def test_control_c_before_the_first_token_takes_the_message_back(run, folder, mo
 
     monkeypatch.setattr(Loaded, "stream_completion", interrupted)
     monkeypatch.setattr(sys, "stdin", Keyboard("hello\n/stats\nthe fox\n"))
-    code, _, err = run("chat", "-m", folder, *CACHE, "--max-tokens", 2)
-    assert code == 0
+    _, err = succeeded(run("chat", "-m", folder, *CACHE, "--max-tokens", 2))
     assert "no answer yet" in err
     assert calls[1] == ids(folder, "<s>[user]the fox\n[assistant]")
 
@@ -418,8 +382,7 @@ def test_chat_commands(run, folder, tmp_path, monkeypatch, seen):
     lines = ["/system", "/system be\x1b[31m brief", "hello", f"/save {saved}", "/system", "/help", "/stats", "/reset", "a",
              " /not a command", f"/save {saved}", "/save", "/wobble 5", "/", "/exit", "never"]  # fmt: skip
     monkeypatch.setattr(sys, "stdin", Keyboard("\n".join(lines)))
-    code, out, err = run("chat", "-m", folder, *CACHE, "--max-tokens", 4, "--ignore-eos")
-    assert code == 0
+    out, err = succeeded(run("chat", "-m", folder, *CACHE, "--max-tokens", 4, "--ignore-eos"))
     first, second, third = out.removesuffix("\n").split("\n")
     begin = "<s>[system]be\x1b[31m brief\n"
     assert seen == [ids(folder, begin + text) for text in (
@@ -488,8 +451,7 @@ def test_a_template_without_a_system_message(run, hf_folder, monkeypatch):
     template = f"{{% for m in messages %}}{refusal}{{{{ m.content }}}}{{% endfor %}}"
     folder = add_tokenizer(hf_folder("Llama"), template=template)
     monkeypatch.setattr(sys, "stdin", Keyboard("/system be brief\n/system\nhello\n"))
-    code, out, err = run("chat", "-m", folder, *CACHE, "--max-tokens", 2)
-    assert code == 0
+    out, err = succeeded(run("chat", "-m", folder, *CACHE, "--max-tokens", 2))
     assert out
     assert "no system\n" in err or "no system (" in err
     assert "no system message" in err
@@ -538,8 +500,7 @@ def test_json_is_an_output_format(run, monkeypatch):
 
 
 def test_plan(run, folder):
-    code, out, err = run("plan", "-m", "SmolLM2-135M", "--device", "cpu")
-    assert (code, err) == (0, "")
+    out = printed(run("plan", "-m", "SmolLM2-135M", "--device", "cpu"))
     assert [line.split()[0] for line in out.splitlines() if "layers." in line] == ["layers.0-29.attention", "layers.0-29.mlp"]
     for word in ("embedding", "head", "eager", "134.5 M parameters", "513.13MiB", " × 30"):
         assert word in out
@@ -749,8 +710,7 @@ def all_commands(group):
 
 
 def test_models(run, monkeypatch):
-    code, out, err = run("models", "--gpu", "24GiB:8.9")
-    assert (code, err) == (0, "")
+    out = printed(run("models", "--gpu", "24GiB:8.9"))
     assert max(map(len, out.splitlines())) <= 80, "the default width of a terminal"
     rows = {name: rest for name, *rest in (re.split("  +", line.strip()) for line in out.splitlines() if line.strip())}
     assert rows["Qwen2.5-7B[-Instruct]"] == ["7.62 B", "14.19GiB", "7.61GiB", "yes"]
@@ -875,8 +835,7 @@ def test_fp8_reaches_the_model(run, folder):
 
 def test_env(run):
     """Catches a package of the extras that a bug report does not name, and lines that are not aligned."""
-    code, out, _ = run("env")
-    assert code == 0
+    out, _ = succeeded(run("env"))
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     optional = [re.split("[>=]", package)[0] for name in ("serve", "structured") for package in extras[name]]
     for word in ("minirt", "torch", "python", "cuda", "host memory", *optional):
@@ -885,14 +844,6 @@ def test_env(run):
 
 
 # Processes
-
-
-def test_help_is_light():
-    code = "import sys; from minirt.cli import app as cli\ntry: cli.main(['generate', '--help'])\nfinally: print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
-    heavy = {"torch", "triton", "numpy", "tokenizers", "safetensors", "huggingface_hub", "jinja2", "rich"}
-    assert "--prompt-file" in done.stdout
-    assert not heavy & set(done.stdout.split("\n")[-2].split())
 
 
 def test_a_reader_that_goes_away(endless):
@@ -920,7 +871,7 @@ def test_control_c_at_the_prompt_leaves_the_terminal_clean(folder):
         while process.poll() is None:
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=5)
+                process.wait(timeout=60)  # a second signal during the exit would kill it
     with contextlib.suppress(OSError):  # raised at the end of the output
         while left := os.read(terminal, 1000):
             shown += left
@@ -960,8 +911,7 @@ def test_score(run, folder):
     with Generator.from_pretrained(folder, device="cpu", kv_cache_memory=8 << 20) as generator:
         truths = generator.score("the quick brown", completions)
     base = ("score", "-m", folder, *CACHE, "-q")
-    code, out, err = run(*base, "the quick brown", *completions)
-    assert (code, err) == (0, "")
+    out = printed(run(*base, "the quick brown", *completions))
     head, *rows = out.splitlines()
     assert head.split() == ["logprob", "tokens", "greedy", "completion"]
     for row, text, truth in zip(rows, completions, truths, strict=True):

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file, save_file
-from support.cli import CACHE, LONG, refused, start
+from support.cli import CACHE, LONG, refused, start, succeeded
 from support.tiny import add_tokenizer
 
 from minirt import Generator, SamplingParams
@@ -74,8 +74,7 @@ ANSWERS = (
 @pytest.mark.parametrize("seqs", [64, 2])
 def test_results_in_input_order_as_each_prompt_alone_gives_them(run, folder, expected, file, seqs):
     base = ("generate", "-m", folder, *CACHE, "--max-tokens", 12, "--ignore-eos", "--max-num-seqs", seqs)
-    code, out, err = run(*base, "--json", "-v", "--prompts", file(*LINES))
-    assert code == 0
+    out, err = succeeded(run(*base, "--json", "-v", "--prompts", file(*LINES)))
     records = [json.loads(line) for line in out.splitlines()]
     assert [record["line"] for record in records] == [1, 3, 4, 5, 6, 7]
     assert [record.get("id") for record in records] == [None, "ß", 7, None, None, None]
@@ -146,9 +145,7 @@ DEEP = b"[" * 100_000
 BAD = {
     "not JSON": (b"{", ["not valid JSON: ", "column 2"]),
     "a bare word": (b"hello", ["not valid JSON", "column 1"]),
-    "two values": (b'"a" "b"', ["not valid JSON"]),
     "a number": (5, ["a text or an object", "found 5"]),
-    "a list": ([1, 2], ["a text or an object", "[1, 2]"]),
     "not UTF-8": (b'"caf\xe9"', ["UTF-8", "0xe9 at offset 4"]),
     "deep": (DEEP, ["not acceptable JSON"]),
     "a long number": (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", ["not acceptable JSON"]),
@@ -162,18 +159,11 @@ BAD = {
     "two prompts": ({"prompt": "x", "messages": CHAT}, ["not one prompt", "prompt and messages"]),
     "null": ({"prompt": None}, ["not one prompt", "found none"]),
     "prompt": ({"prompt": 5}, ['"prompt": wrong type', "a text", "found 5"]),
-    "ids": ({"prompt_token_ids": "1 2"}, ['"prompt_token_ids": wrong type']),
     "id": ({"prompt": "x", "id": 1.5}, ['"id": wrong type', "found 1.5"]),
-    "id true": ({"prompt": "x", "id": True}, ['"id": wrong type', "found true"]),
-    "temperature": ({"prompt": "x", "temperature": "warm"}, ['"temperature"', "finite number", "'warm'"]),
     "NaN": (NAN, ['"temperature"', "finite number"]),
-    "top_p": ({"prompt": "x", "top_p": 1.5}, ['"top_p"', "at most 1", "1.5"]),
     "max_tokens": ({"prompt": "x", "max_tokens": 2.0}, ['"max_tokens"', "integer >= 1", "2.0"]),
     "seed": ({"prompt": "x", "seed": True}, ['"seed"', "True"]),
     "stop": ({"prompt": "x", "stop": ["a", ""]}, ['"stop"', "none empty"]),
-    "ignore_eos": ({"prompt": "x", "ignore_eos": 1}, ['"ignore_eos"', "True or False"]),
-    "logit_bias": ({"prompt": "x", "logit_bias": {"a": 1}}, ['"logit_bias"', "not a token id"]),
-    "min_tokens": ({"prompt": "x", "min_tokens": 3, "max_tokens": 2}, ['"min_tokens"', "above max_tokens"]),
 }  # fmt: skip
 
 

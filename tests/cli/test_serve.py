@@ -153,10 +153,3 @@ def test_packages_that_are_missing():
     assert done.returncode == 1
     assert "msgspec, prometheus-client" in done.stderr
     assert "pip install msgspec prometheus-client" in done.stderr
-
-
-def test_the_front_needs_no_torch():
-    """It starts fast, and holds no weights."""
-    script = "import sys, minirt.server.run; print([m for m in ('torch', 'triton', 'transformers', 'numpy') if m in sys.modules])"
-    out = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "[]"

@@ -77,9 +77,7 @@ def collected(seed, few, monkeypatch):
             assert list(output.times) == sorted(output.times)
             if any(token % 10 == requests[output.request_id][2] for token in output.token_ids):
                 it.abort(output.request_id)  # as a caller that has found a stop string
-        plain = [
-            own._replace(error=str(own.error), times=(), queue_time_s=own.queue_time_s is not None) for own in outputs
-        ]
+        plain = [own._replace(error=str(own.error), times=(), queue_time_s=own.queue_time_s is not None) for own in outputs]
         seen.append((sorted(plain, key=lambda own: own.request_id), it.stats,
                      cache.allocator.num_free, sorted(cache.allocator._pages.values())))  # fmt: skip
         if not it.has_work and step > 40:

@@ -6,11 +6,12 @@ row's noise, counts of rejected drafts, a stop in the middle of a step that is n
 """
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from engine.test_engine import IDS, PAGE, VOCAB, following
+from engine.test_engine import IDS, PAGE, VOCAB, finish, following
 
 from minirt.engine.draft_lengths import DraftLengths
 from minirt.engine.engine import Engine, Request
@@ -62,10 +63,8 @@ class Mixed:
         for slot in rows.slots.tolist():
             if slot < 0 or table[slot, NUM_NEXT] == 0:
                 continue
-            at, count = (
-                int(table[slot, NUM_CACHED] - table[slot, PROMPT_LEN]) + 1,
-                self._draw.randint(0, self.max_drafts),
-            )
+            at = int(table[slot, NUM_CACHED] - table[slot, PROMPT_LEN]) + 1
+            count = self._draw.randint(0, self.max_drafts)
             future = self.known.get(int(table[slot, PROMPT_LEN]), [])[at : at + count]
             future += self._draw.choices((0, VOCAB - 1, 5), k=count - len(future))
             own = [token if self._draw.random() < self.right else self._draw.choice((0, VOCAB - 1)) for token in future]
@@ -115,6 +114,10 @@ PARAMS = {
     "logprobs": {"temperature": 1.0, "logprobs": 3},
     "one": {"temperature": 1.0, "max_tokens": 1},
 }
+
+
+def tokens_of(outputs):
+    return [token for output in outputs for token in output.token_ids]
 
 
 def settings(**options):
@@ -181,9 +184,8 @@ def test_rows_of_logits_are_bounded():
     requests = [([7 + i], settings(temperature=0.0)) for i in range(6)]
     wanted = run(engine(), requests)
     it = engine(proposer)
-    it._scheduler.limits = type("Limits", (EngineLimits,), {"max_logits_rows": property(lambda _: 9)})(
-        64, 6, 40, max_drafts=4
-    )
+    limits = type("Limits", (EngineLimits,), {"max_logits_rows": property(lambda _: 9)})
+    it._scheduler.limits = limits(64, 6, 40, max_drafts=4)
     assert run(it, requests) == wanted
     assert max(tokens for _, tokens in it._runner._model.steps) <= 9
 
@@ -203,13 +205,13 @@ def read(own, slot, tokens, drafts, planned=5):
 
 
 class Line:
-    """A token more costs a share of the first one."""
+    """A token more than one for each sequence costs a share of a step."""
 
     def __init__(self, cost):
         self.cost = cost
 
     def seconds(self, seqs, tokens):
-        return 1 + self.cost * (tokens - 1)
+        return 1 + self.cost * (tokens - seqs)
 
 
 def test_how_many_drafts_are_chosen():
@@ -310,14 +312,12 @@ def request_of(prompt, **options):
 
 def outputs_of(it, request):
     it.add(request)
-    outputs = []
-    while it.has_work:
-        outputs += it.step()
+    outputs = finish(it)
     return [output for output in outputs if output.request_id == request.id]
 
 
-def oracle(prompt, tokens, most=4):
-    proposer = Mixed(most, right=1.0)
+def oracle(prompt, tokens, kind=Mixed):
+    proposer = kind(4, right=1.0)
     proposer.known = {len(prompt): tokens}
     proposer._draw.randint = lambda _, end: end
     return proposer
@@ -331,7 +331,7 @@ def test_tokens_before_unusable_logits_are_delivered(lookahead, beside):
     found = []
     for proposer in (None, "oracle"):
         if proposer:
-            proposer = oracle(prompt, [token for output in found[0] for token in output.token_ids] + [1] * 9)
+            proposer = oracle(prompt, tokens_of(found[0]) + [1] * 9)
         it = engine(proposer, lookahead=lookahead, prefix_cache=False)
         model = it._runner._model
 
@@ -346,9 +346,8 @@ def test_tokens_before_unusable_logits_are_delivered(lookahead, beside):
             it.add(request_of([40 + i] * 20, temperature=0.0))
         found.append(outputs_of(it, request_of(prompt, logprobs=1)))
     plain, drafted = found
-    tokens = [token for output in plain for token in output.token_ids]
-    assert len(tokens) == 8
-    assert [token for output in drafted for token in output.token_ids] == tokens
+    assert tokens_of(drafted) == tokens_of(plain)
+    assert len(tokens_of(plain)) == 8
     assert [row for output in drafted for row in output.logprobs] == [row for output in plain for row in output.logprobs]
     for outputs in found:
         assert [output.finish_reason for output in outputs] == [None] * (len(outputs) - 1) + ["error"]
@@ -368,10 +367,6 @@ def test_right_drafts_behind_the_end_are_not_accepted_tokens():
     assert end + 1 - last.num_accepted_tokens == 1 + -(-end // 5)  # steps
 
 
-def steps(it, count):
-    for _ in range(count):
-        it.step()
-
 
 class Wrong(Mixed):
     """Writes a value that the protocol of proposers does not allow, in the third step."""
@@ -390,14 +385,11 @@ class Wrong(Mixed):
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-@pytest.mark.parametrize(
-    ("column", "value", "message"),
-    [
+@pytest.mark.parametrize(("column", "value", "message"), [
         (NUM_NEXT, 6, "NUM_NEXT.*1 to 5.*6"), (NUM_NEXT, 2**31 - 1, "NUM_NEXT.*2147483647"), (NUM_NEXT, -7, "NUM_NEXT.*-7"),
         (NUM_NEXT, 0, "NUM_NEXT of a sequence that goes on"), (MATCHED, 0, "MATCHED.*positive"),
         (NEXT_TOKENS + 1, VOCAB, f"a draft.*below {VOCAB}.*{VOCAB}"), (NEXT_TOKENS + 2, -1, "a draft.*-1"),
-    ],
-)  # fmt: skip
+])  # fmt: skip
 def test_a_wrong_value_of_a_proposer_is_an_error(column, value, message, lookahead):
     """No token outside the vocabulary reaches the model, nothing hangs, and what is drafted by mistake is not ignored."""
     it = engine(Wrong(column, value), lookahead=lookahead)
@@ -411,12 +403,11 @@ def test_a_wrong_value_of_a_proposer_is_an_error(column, value, message, lookahe
     request = request_of([7, 8, 9], presence_penalty=1.0)
     it.add(request)
     with pytest.raises(EngineError, match=message):
-        steps(it, 20)
+        finish(it)
     assert all(0 <= token < VOCAB for token in ids)
     it.recover()
     assert request.id not in it
-    again = outputs_of(it, request_of([7, 8, 9], temperature=0.0))
-    assert sum(len(output.token_ids) for output in again) == 30
+    assert len(tokens_of(outputs_of(it, request_of([7, 8, 9], temperature=0.0)))) == 30
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
@@ -482,41 +473,27 @@ def test_a_prompt_with_unusable_logits_beside_bad_words(drafts):
     it._runner._model = lambda batch, cache: torch.where(
         (batch.input_ids[batch.logits_indices] == 91)[:, None], float("nan"), model(batch, cache)
     )
-    good, bad = (
-        Request(next(IDS), prompt, resolve(settings(temperature=0.0), None), (5,), bad_words=own)
-        for prompt, own in (([10], words), ([20] * 30 + [91], ()))
-    )
-    it.add(good)
+    good, bad = request_of([10], temperature=0.0), request_of([20] * 30 + [91], temperature=0.0)
+    it.add(replace(good, bad_words=words))
     it.add(bad)
-    outputs = []
-    while it.has_work:
-        outputs += it.step()
+    outputs = finish(it)
     assert [output.finish_reason for output in outputs if output.request_id == bad.id] == ["error"]
-    assert [token for output in outputs if output.request_id == good.id for token in output.token_ids] == wanted[0]
+    assert tokens_of(output for output in outputs if output.request_id == good.id) == wanted[0]
 
 
 class Asked(Mixed):
     """Notes how many drafts are wanted, and writes no more."""
 
-    def __init__(self, most):
-        super().__init__(most, right=1.0)
-        self.wanted, self._most = [], most
+    def __init__(self, most, right):
+        super().__init__(most, right)
+        self.wanted = []
 
     def propose(self, table, columns, rows, batch, wanted):
         self.wanted.append(wanted)
-        self.max_drafts = wanted
+        most, self.max_drafts = self.max_drafts, wanted
         super().propose(table, columns, rows, batch, wanted)
-        self.max_drafts = self._most
+        self.max_drafts = most
 
-
-class Linear:
-    """Step times that grow with the tokens by so much."""
-
-    def __init__(self, slope):
-        self.slope = slope
-
-    def seconds(self, seqs, tokens):
-        return 1.0 + self.slope * (tokens - seqs)
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
@@ -525,12 +502,10 @@ def test_drafts_that_do_not_pay_are_not_asked_for(slope, adaptive, wanted, looka
     """Each draft of a draft model takes a pass. Catches passes for drafts that no step verifies."""
     prompt = [7, 8, 9]
     ((tokens, *_),) = run(engine(), [(prompt, settings(temperature=0.0))])
-    proposer = Asked(4)
-    proposer._draw.randint = lambda _, end: end
-    proposer.known = {len(prompt): tokens}
+    proposer = oracle(prompt, tokens, kind=Asked)
     it = engine(proposer, lookahead=lookahead, adaptive_drafts=adaptive)
     if it._drafts.times is not None:
-        it._drafts.times = Linear(slope)
-    assert sum((output.token_ids for output in outputs_of(it, request_of(prompt, temperature=0.0))), ()) == tuple(tokens)
+        it._drafts.times = Line(slope)
+    assert tokens_of(outputs_of(it, request_of(prompt, temperature=0.0))) == tokens
     assert proposer.wanted[0] == 4, "after a prompt nothing is known"
     assert set(proposer.wanted[3:]) == wanted

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine.test_engine import IDS, add, engine, following, run, undisturbed
+from engine.test_engine import IDS, add, engine, finish, following, run, undisturbed
 from support.native import native_error
 
 from minirt.engine.engine import Request
@@ -107,9 +107,7 @@ def test_out_of_memory_for_one_token_ends_its_request(lookahead):
 
     it._runner._model = call
     bad, good = add(it, [50, 51, 52, 53]), add(it, [60] * 9, resolve(SamplingParams(max_tokens=6), None), (5,))
-    outputs = []
-    while it.has_work:
-        outputs += it.step()
+    outputs = finish(it)
     error = next(output.error for output in outputs if output.request_id == bad and output.error)
     assert isinstance(error, OutOfMemoryError)
     assert "7.00 GiB" in str(error)
@@ -122,9 +120,7 @@ def test_out_of_memory_for_one_token_ends_its_request(lookahead):
 def logits(it, tokens):
     """The only output of a request for the logits of all its tokens."""
     it.add(Request(next(IDS), tokens, replace(resolve(None, None), max_tokens=0), logits_only=True))
-    outputs = []
-    while it.has_work:
-        outputs += it.step()
+    outputs = finish(it)
     (output,) = outputs
     return output
 
@@ -186,9 +182,7 @@ def test_logits_without_numbers(lookahead):
         (batch.seq_lens_device == 4)[:, None], float("nan")
     )
     bad, good = add(it, [50, 51, 52]), add(it, [53, 54, 55, 56, 57])
-    outputs = []
-    while it.has_work:
-        outputs += it.step()
+    outputs = finish(it)
     mine = [o for o in outputs if o.request_id == bad]
     assert [o.finish_reason for o in mine] == [None, "error"]
     assert isinstance(mine[-1].error, NumericsError)
@@ -225,8 +219,7 @@ def test_out_of_memory_for_a_requests_rules_ends_that_request(name, lookahead, m
         own = resolve(SamplingParams(max_tokens=9, ignore_eos=True, temperature=0.0, **RULES[name]), None)
         bad = Request(next(IDS), [60, 61, 62], own, (5,), bad_words=((1, 2), (3,)) if own.bad_words else ())
         it.add(bad)
-        while it.has_work:
-            outputs += it.step()
+        outputs += finish(it)
         tokens = {i: [token for o in outputs if o.request_id == i for token in o.token_ids] for i in (*good, bad.id)}
         assert [tokens[i] for i in good] == [undisturbed(prompt, 12, eos=5) for prompt in plain]
         assert cache.allocator.num_free == 64
@@ -261,8 +254,7 @@ def test_no_request_makes_a_lasting_buffer():
     for options in (*RULES.values(), {"logprobs": 3}, {"prompt_logprobs": 2}, {"temperature": 1.0, "top_k": 3, "min_p": 0.1}):
         own = resolve(SamplingParams(max_tokens=4, ignore_eos=True, **options), None)
         it.add(Request(next(IDS), [1, 2, 3], own, (5,), bad_words=((1, 2), (3,)) if own.bad_words else ()))
-    while it.has_work:
-        it.step()
+    finish(it)
     assert buffers(it) == before
 
 

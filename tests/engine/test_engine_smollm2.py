@@ -8,14 +8,13 @@ Catches what the mock model cannot: stale or foreign KV values, wrong rope posit
 
 import pytest
 import torch
-from engine.test_engine import add
+from engine.test_engine import run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from minirt import Generator, SamplingParams
 from minirt.engine.engine import Engine
 from minirt.engine.limits import EngineLimits
-from minirt.sampling_params import resolve
 from minirt.step.kv_cache import KVCache
 
 CPU = torch.device("cpu")
@@ -36,30 +35,15 @@ def make_engine(model, *, pages, seqs, budget, device, page_size=64):
     return Engine(model, cache, limits, vocab_size=VOCAB, device=device, cuda_graphs=model.capturable), cache
 
 
-def run(engine, cache, requests, aborts):
-    """Run `requests` (arrival step, prompt index, tokens) with `aborts` (step, request) → tokens and endings by request."""
-    pages, ids, tokens, ended = cache.allocator.num_free, {}, [[] for _ in requests], {}
-    for step in range(1000):
-        for i, (arrival, which, count) in enumerate(requests):
-            if arrival == step:
-                params = SamplingParams(max_tokens=count, temperature=0.0)
-                ids[add(engine, prompt(LENGTHS[which]), resolve(params, None))] = i
-        for when, which in aborts:
-            if when == step:
-                for request, i in ids.items():
-                    if i == which and i not in ended:
-                        engine.abort(request)
-                        ended[i] = "abort"
-        for output in engine.step():
-            assert ids[output.request_id] not in ended, "a token after the end"
-            tokens[ids[output.request_id]] += output.token_ids
-            if output.finish_reason:
-                ended[ids[output.request_id]] = str(output.error or output.finish_reason)
-        if not engine.has_work and step > max(r[0] for r in requests):
-            engine.step()  # collects the steps in flight of aborted requests
-            assert cache.allocator.num_free == pages, "pages leaked"
-            return tokens, ended
-    raise AssertionError("starved")
+def outputs(engine, cache, requests, aborts):
+    """Run `requests` (arrival step, prompt index, tokens) with `aborts` (step, request) → tokens by request."""
+    pages = cache.allocator.num_free
+    tokens, ended = run(engine, [(arrival, prompt(LENGTHS[i]), count) for arrival, i, count in requests], aborts, eos=())
+    engine.step()  # collects the steps in flight of aborted requests
+    assert cache.allocator.num_free == pages, "pages leaked"
+    for i, (*_, count) in enumerate(requests):
+        assert ended[i] == "abort" or (ended[i], len(tokens[i])) == ("length", count)
+    return tokens
 
 
 REQUESTS = st.lists(
@@ -81,11 +65,8 @@ def cpu(smollm2):
 def test_undisturbed_tokens_in_fp32(cpu, requests, aborts, pages, seqs, budget):
     model, expected = cpu
     engine, cache = make_engine(model, pages=pages, seqs=seqs, budget=budget, device=CPU, page_size=16)
-    tokens, ended = run(engine, cache, requests, aborts)
-    for i, (_, which, count) in enumerate(requests):
-        assert ended[i] in ("length", "abort")
-        assert tokens[i] == expected[which][: len(tokens[i])]
-        assert len(tokens[i]) == count or ended[i] == "abort"
+    tokens = outputs(engine, cache, requests, aborts)
+    assert tokens == {i: expected[which][: len(tokens[i])] for i, (_, which, _) in enumerate(requests)}
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -125,10 +106,8 @@ def test_undisturbed_tokens_on_triton(gpu, noise, requests, aborts, pages, seqs,
     requests = [(a, which, n) for a, which, n in requests if LENGTHS[which] + n < min(256, pages * 64)]
     if not requests:
         return
-    tokens, ended = run(engine, cache, requests, aborts)
-    for i, (_, which, count) in enumerate(requests):
-        assert ended[i] in ("length", "abort")
-        assert len(tokens[i]) == count or ended[i] == "abort"
+    tokens = outputs(engine, cache, requests, aborts)
+    for i, (_, which, _) in enumerate(requests):
         for at, (mine, theirs) in enumerate(zip(tokens[i], expected[which], strict=False)):
             if mine != theirs:
                 assert model.dtype == torch.bfloat16, "fp32 must agree"

@@ -20,7 +20,7 @@ from minirt.engine import collector, engine_thread, planning, scheduler, sinks
 from minirt.engine import engine as engine_module
 from minirt.engine.engine import Request
 from minirt.engine.engine_thread import EngineThread
-from minirt.errors import DeviceFailedError, EngineError, MinirtError, QueueFullError
+from minirt.errors import DeviceFailedError, EngineError, MinirtError
 from minirt.sampling_params import SamplingParams, resolve
 from minirt.step import kv_cache
 
@@ -104,9 +104,7 @@ def expected(prompts, count=8):
 
 def at_rest(thread, cache):
     """Once all earlier commands are done: nothing is open, and all pages are free."""
-    return thread.call(
-        lambda it: not it.has_work and not thread._sinks and cache.allocator.num_free == cache.num_pages
-    )
+    return thread.call(lambda it: not it.has_work and not thread._sinks and cache.allocator.num_free == cache.num_pages)
 
 
 def spread(count, work):
@@ -123,7 +121,7 @@ def spread(count, work):
     for each in threads:
         each.start()
     for each in threads:
-        each.join(90)
+        each.join(600)
         assert not each.is_alive(), "a caller waits for ever"
     if raised:
         raise raised[0]
@@ -166,25 +164,6 @@ def test_sixteen_threads_with_aborts_and_exceptions(thread):
     assert it.engine.prefix_cache_stats.hits > 3200
     assert min(len(done), len(left), len(failed)) > 20, "all three happen"
     assert all("a layer's own error" in message for message in failed)
-    assert at_rest(it, cache)
-
-
-def test_streams_are_read_in_any_order(thread):
-    """Ten clients of one thread; the last is read first, and one is never read."""
-    it, cache = thread()
-    clients = [Client(it) for _ in range(10)]
-    prompts = [[i, 2 * i, 60] for i in range(10)]
-    for client, prompt in zip(clients, prompts, strict=True):
-        client.submit([request(it, prompt, 8)])
-    for client, prompt in list(zip(clients, prompts, strict=True))[:0:-1]:
-        tokens, ended = [], None
-        while not ended:
-            for output in client.receive():
-                tokens += output.token_ids
-                ended = output.finish_reason
-        assert [tokens] == expected([prompt])
-    for client in clients:
-        client.close()
     assert at_rest(it, cache)
 
 
@@ -367,26 +346,6 @@ def test_waking_the_thread_changes_nothing(thread):
         complete(it, [[1]])
 
 
-def test_an_output_with_all_tokens(thread):
-    """`final_only`: one output a request, at its end, with the time of each token. Others get theirs step by step meanwhile."""
-    it, cache = thread()
-    first, *others = request(it, [40, 41], 11), request(it, [1, 2], 3), request(it, [7], 5)
-    alone = expected([[40, 41]], 11) + expected([[1, 2]], 3) + expected([[7]], 5)
-    with Client(it) as client:
-        client.submit([replace(first, final_only=True), replace(others[0], final_only=True), others[1]])
-        outputs = []
-        while sum(output.finish_reason is not None for output in outputs) < 3:
-            outputs += client.receive()
-    by_id = {own.id: [output for output in outputs if output.request_id == own.id] for own in (first, *others)}
-    assert [len(by_id[own.id]) for own in (first, *others)] == [1, 1, len(alone[2])]
-    for own, tokens in zip((first, *others), alone, strict=True):
-        assert [token for output in by_id[own.id] for token in output.token_ids] == tokens
-    (whole,) = by_id[first.id]
-    assert len(whole.times) == len(whole.token_ids)
-    assert list(whole.times) == sorted(set(whole.times)), "one for each step"
-    assert at_rest(it, cache)
-
-
 def test_stop_ends_all_waiters(thread):
     it, _ = thread()
     model, entered = it.engine._runner._model, threading.Event()
@@ -462,43 +421,6 @@ def test_logits_wait_for_room_beside_running_requests(thread):
         while not tokens or not tokens[-1].finish_reason:
             tokens += first.receive()
         assert [token for output in tokens for token in output.token_ids] == undisturbed([1, 2], 20, eos=EOS)
-    assert at_rest(it, cache)
-
-
-def test_exactly_max_waiting_requests_wait(thread):
-    """Twenty threads submit during one step. Two run, three wait, and the others are told at once."""
-    it, cache = thread(seqs=2, max_waiting=3)
-    model, entered, gate = it.engine._runner._model, threading.Event(), threading.Event()
-
-    def held(batch, cache):
-        entered.set()
-        assert gate.wait(60)
-        return model(batch, cache)
-
-    it.engine._runner._model = held
-    results, submitted = [], threading.Barrier(21)
-
-    def work(i):
-        with Client(it) as client:
-            client.submit([request(it, [40 + i], 6)])
-            if i < 20:
-                submitted.wait(20)
-            outputs = client.receive()
-            while outputs[-1].finish_reason is None:
-                outputs += client.receive()
-        results.append(outputs[-1].error)
-
-    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in (20, *range(20))]
-    threads[0].start()
-    assert entered.wait(20)
-    for each in threads[1:]:
-        each.start()
-    submitted.wait(20)
-    gate.set()
-    for each in threads:
-        each.join(90)
-    assert sum(error is None for error in results) == 5
-    assert [type(error) for error in results if error is not None] == [QueueFullError] * 16
     assert at_rest(it, cache)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine.test_engine import PAGE, VOCAB, Mock, add, engine, undisturbed
+from engine.test_engine import PAGE, VOCAB, Mock, add, engine, finish, undisturbed
 from engine.test_sampling_stages import Noisy
 
 from minirt.engine.limits import EngineLimits
@@ -59,8 +59,7 @@ def test_another_process_draws_the_same_tokens():
     it._runner.start = kept
     for i, options in enumerate(PARAMS):
         add(it, [10 + i] * (3 + 5 * i), resolve(SamplingParams(max_tokens=12, ignore_eos=True, **options), None))
-    while it.has_work:
-        it.step()
+    finish(it)
     assert it.stats.num_preemptions
     assert len(plans) > 20
     code = OTHER.format(path=[path for path in sys.path if path])
@@ -68,33 +67,6 @@ def test_another_process_draws_the_same_tokens():
         [sys.executable, "-c", code], input=pickle.dumps([pickle.loads(plan) for plan in plans]), capture_output=True, check=True
     )
     assert pickle.loads(done.stdout) == results
-
-
-def test_a_plan_is_executed_again_after_a_failure():
-    """Its edits are absolute values: to apply them twice does no harm."""
-    it, _ = engine(seqs=4, budget=16)
-    it._runner._model = Noisy()
-    plans, start = [], it._runner.start
-    it._runner.start = lambda plan: plans.append(plan) or start(plan)
-    params = resolve(SamplingParams(max_tokens=6, temperature=0.0, repetition_penalty=1.3), None)
-    for i in range(3):
-        add(it, [10 + i] * (3 + 5 * i), params)
-    while it.has_work:
-        it.step()
-    failing = Noisy()
-
-    def model(batch, cache):
-        failing.tries = getattr(failing, "tries", 0) + 1
-        if failing.tries % 2:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return failing(batch, cache)
-
-    once, twice = execute(), execute(model)
-    for plan in plans:
-        try:
-            twice(plan)
-        except torch.OutOfMemoryError:
-            assert twice(plan).lists() == once(plan).lists()
 
 
 def test_a_row_that_draws_nothing_yields_nothing_until_the_host_knows():
@@ -116,9 +88,7 @@ def test_a_row_that_draws_nothing_yields_nothing_until_the_host_knows():
 
     it._runner.start = kept
     add(it, [50, 51, 52], resolve(SamplingParams(max_tokens=9), None))
-    outputs = []
-    while it.has_work:
-        outputs += it.step()
+    outputs = finish(it)
     assert [len(tokens[0]) for tokens in results] == [1, 1, 0]
     assert results[1] == [[-1]]
     assert [output.finish_reason for output in outputs] == [None, "error"]
@@ -138,15 +108,13 @@ def test_a_row_that_draws_nothing_leaves_shared_pages_alone(budget):
         (batch.seq_lens_device >= 24)[:, None], float("nan")
     )
     failed = add(it, [*prompt, *range(40, 52)], params)
-    while it.has_work:
-        outputs += it.step()
+    outputs += finish(it)
     tokens = [token for output in outputs if output.request_id == first for token in output.token_ids]
     assert tokens == undisturbed([*prompt, 30], 9)
     assert [output.finish_reason for output in outputs if output.request_id == failed] == ["error"]
     it._runner._model = model
     again = add(it, [*prompt, 31], params)
-    while it.has_work:
-        outputs += it.step()
+    outputs += finish(it)
     assert [t for o in outputs if o.request_id == again for t in o.token_ids] == undisturbed([*prompt, 31], 9)
     assert it.stats.prefix_cache_hits
 
@@ -206,8 +174,7 @@ def test_the_history_has_all_tokens():
     for _ in range(2):
         for i in range(4):
             add(it, [10 + i] * (3 + 5 * i), params)
-        while it.has_work:
-            it.step()
+        finish(it)
     assert it.stats.num_preemptions
     assert it.stats.prefix_cache_hits
     assert watched.compared > 1000

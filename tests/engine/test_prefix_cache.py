@@ -8,7 +8,7 @@ from array import array
 
 import pytest
 import torch
-from engine.test_engine import PAGE, add, drafting, engine, run, undisturbed
+from engine.test_engine import PAGE, SIZES, aborts_until, add, drafting, engine, finish, run, undisturbed
 from engine.test_engine_faults import limited
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,42 +32,29 @@ def consistent(allocator):
     assert all(allocator._keys.values()), "a page with an empty list of keys"
 
 
-REQUESTS = st.lists(  # (the step in which it comes, its prompt, tokens of its answer)
-    st.tuples(
-        st.integers(0, 30),
-        st.builds(
-            lambda stem, cut, tail: STEMS[stem][:cut] + tail or [1],
-            st.integers(0, 3), st.integers(1, 13), st.lists(st.integers(50, 52), max_size=9),
-        ),
-        st.integers(1, 14),
-    ),
-    min_size=2,
-    max_size=14,
+PROMPTS = st.builds(
+    lambda stem, cut, tail: STEMS[stem][:cut] + tail or [1],
+    st.integers(0, 3), st.integers(1, 13), st.lists(st.integers(50, 52), max_size=9),
 )  # fmt: skip
+# The step in which it comes, its prompt, tokens of its answer.
+REQUESTS = st.lists(st.tuples(st.integers(0, 30), PROMPTS, st.integers(1, 14)), min_size=2, max_size=14)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
-    requests=REQUESTS,
-    pages=st.integers(9, 40),
-    seqs=st.integers(1, 6),
-    budget=st.integers(1, 40),
-    aborts=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 13)), max_size=4),
-    lookahead=st.integers(0, 1),
-    drafts=st.booleans(),
-    most=st.integers(1, 60),
+    requests=REQUESTS, sizes=st.fixed_dictionaries(SIZES | {"pages": st.integers(9, 40)}), aborts=aborts_until(40, 14),
+    drafts=st.booleans(), most=st.integers(1, 60),
 )  # fmt: skip
-def test_shared_prefixes_change_no_token(requests, pages, seqs, budget, aborts, lookahead, drafts, most):
+def test_shared_prefixes_change_no_token(requests, sizes, aborts, drafts, most):
     """Also where memory runs out in steps of more than `most` tokens."""
-    options = {"pages": pages, "seqs": seqs, "budget": budget, "length": 36, "lookahead": lookahead}
-    it, cache = drafting(0.6, **options) if drafts else engine(**options)
+    it, cache = drafting(0.6, length=36, **sizes) if drafts else engine(length=36, **sizes)
     if not drafts:
         limited(it, most, torch.OutOfMemoryError("CUDA out of memory."))
     tokens, reasons = run(it, requests, aborts)
     for i, (_, prompt, count) in enumerate(requests):
         wanted = undisturbed(prompt, min(count, 36 - len(prompt)), eos=5)
         assert tokens[i] == (wanted[: len(tokens[i])] if reasons[i] == "abort" else wanted)
-    assert cache.allocator.num_free == pages, "pages leaked"
+    assert cache.allocator.num_free == sizes["pages"], "pages leaked"
     consistent(cache.allocator)
     for i, (_, prompt, _) in enumerate(requests):  # a second turn finds generated tokens, too
         turn = [*prompt, *tokens[i], 53][:35]
@@ -78,9 +65,7 @@ def complete(it, prompt, count, salt=None, eos=()):
     """(tokens, cached tokens) of one request, alone."""
     request = Request(next(NUMBERS), prompt, resolve(SamplingParams(max_tokens=count, temperature=0.0), None), eos, salt)
     it.add(request)
-    outputs = []
-    while it.has_work:
-        outputs += it.step()
+    outputs = finish(it)
     return [token for output in outputs for token in output.token_ids], outputs[0].num_cached
 
 
@@ -114,9 +99,7 @@ def test_a_page_is_known_only_after_its_step():
     add(it, prompt, resolve(SamplingParams(max_tokens=3), None))
     assert it.step() == [], "the step has started and was not collected"
     add(it, prompt, resolve(SamplingParams(max_tokens=3), None))
-    outputs = []
-    while it.has_work:
-        outputs += it.step()
+    outputs = finish(it)
     assert {output.num_cached for output in outputs} == {0}
 
 
@@ -225,8 +208,7 @@ def test_keys_are_computed_while_the_step_runs():
         added.append(add(it, prompt, resolve(SamplingParams(max_tokens=1), None)))
         assert it.step() == [], "the step has started and was not collected"
         assert len(it._requests[added[-1]].keys) == 21 // PAGE
-        while it.has_work:
-            it.step()
+        finish(it)
     assert before[0] == 1
     assert 3 < before[1] < 21 // PAGE + 1, "as many as were found, and up to as many again"
 

@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from engine.test_engine import PROMPTS, VOCAB, Mock, add, engine, following
+from engine.test_engine import PROMPTS, SIZES, VOCAB, Mock, engine, following
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,9 +43,12 @@ def spread(rows):
     return ((rows[:, None] * 7 + v * 31) % 13).float() / 3 - 1.5
 
 
-def alone(prompt, params, eos=(5,), bad_words=()):
-    """The tokens of a request by itself, computed from the definitions, without an engine."""
-    effective = resolve(params, None)
+def alone(prompt, params, bad_words=(), permitted=None):
+    """The tokens of a request by itself, computed from the definitions, without an engine.
+
+    `permitted`: of a request with structured outputs, generated tokens → those that may follow.
+    """
+    effective, eos = resolve(params, None), (5,)
     tokens = list(prompt)
     while len(tokens) - len(prompt) < min(effective.max_tokens, 64 - len(prompt)):
         generated = tokens[len(prompt) :]
@@ -56,15 +59,16 @@ def alone(prompt, params, eos=(5,), bad_words=()):
         known = torch.tensor([v in tokens for v in range(VOCAB)])
         x = torch.where(known, torch.where(x > 0, x / effective.repetition_penalty, x * effective.repetition_penalty), x)
         x = x - effective.frequency_penalty * counts - effective.presence_penalty * (counts > 0)
-        if effective.allowed_token_ids is not None:
-            x[[v for v in range(VOCAB) if v not in effective.allowed_token_ids]] = -math.inf
+        constrained = permitted and effective.structured_outputs
+        for some in (effective.allowed_token_ids, permitted(generated) if constrained else None):
+            if some is not None:
+                x[[v for v in range(VOCAB) if v not in some]] = -math.inf
         if len(generated) < effective.min_tokens:
             x[[*eos, *effective.stop_token_ids]] = -math.inf
         for word in bad_words:
             if tuple(generated[len(generated) - len(word) + 1 :]) == word[:-1]:
                 x[word[-1]] = -math.inf
-        z = x[None]
-        tokens.append(sample(z, SamplingBatch.build([(effective, len(generated))])).item())
+        tokens.append(sample(x[None], SamplingBatch.build([(effective, len(generated))])).item())
         if tokens[-1] in effective.stop_token_ids or (tokens[-1] in eos and not effective.ignore_eos):
             break
     return tokens[len(prompt) :]
@@ -81,64 +85,46 @@ KINDS = [
 WORDS = ((4,), (2, 2), (3, 1, 3), (8, 8, 8, 8), (40, 50), (1, 2, 1, 2, 5))
 
 
-def run(it, requests, unscored=None):
-    """Run (arrival, prompt, params) → tokens, log-probabilities and those of the prompt, by request.
+def served(it, requests, unscored=None, tick=lambda: None):
+    """Run (arrival, prompt, params) → the outputs of each request, in order.
 
-    `unscored`: of each request, how many first tokens of its prompt have no scores.
+    `unscored`: of each request, how many first tokens of its prompt have no scores. `tick` is called before each step.
     """
-    ids, tokens, found, scores = {}, {}, {}, {}
+    ids, outputs = {}, {}
     for step in range(10_000):
         for i, (arrival, prompt, params) in enumerate(requests):
             if arrival == step:
-                own = resolve(params, None)
-                first = unscored[i] if unscored else 1
-                request = Request(next(IDS), prompt, own, (5,), bad_words=WORDS if own.bad_words else (), num_unscored=first)
-                it.checks.check(prompt, own, request.rules)
+                sampling, first = resolve(params, None), unscored[i] if unscored else 1
+                words = WORDS if sampling.bad_words else ()
+                request = Request(next(IDS), prompt, sampling, (5,), bad_words=words, num_unscored=first)
+                it.checks.check(prompt, sampling, request.rules)
                 it.add(request)
-                ids[request.id] = i
-                tokens[i], found[i] = [], []
+                ids[request.id], outputs[i] = i, []
+        tick()
         for output in it.step():
-            i = ids[output.request_id]
-            assert output.error is None, output.error
-            tokens[i] += output.token_ids
-            found[i] += output.logprobs
-            if output.prompt_logprobs is not None:
-                assert i not in scores
-                scores[i] = output.prompt_logprobs
+            before = outputs[ids[output.request_id]]
+            assert not before or before[-1].finish_reason is None, "an output after the last"
+            before.append(output)
         if not it.has_work and step > max(r[0] for r in requests):
-            return tokens, found, scores
+            return outputs
     raise AssertionError("starved")
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    requests=st.lists(
-        st.tuples(st.integers(0, 12), PROMPTS, st.integers(6, 20), st.integers(0, len(KINDS) - 1)), min_size=1, max_size=9
-    ),
-    pages=st.integers(16, 30),
-    seqs=st.integers(1, 6),
-    budget=st.integers(1, 40),
-    lookahead=st.integers(0, 1),
-)
-def test_any_schedule_gives_the_tokens_of_a_solo_run(requests, pages, seqs, budget, lookahead):
-    it, cache = engine(pages, seqs, budget, lookahead=lookahead)
-    it._runner._model = Noisy()
-    asked = [(when, prompt, SamplingParams(max_tokens=n, seed=n, **KINDS[k])) for when, prompt, n, k in requests]
-    asked = [(w, p, s if s.temperature else SamplingParams(**{**vars(s), "temperature": 0.0})) for w, p, s in asked]
-    tokens, _, _ = run(it, asked)
-    for i, (_, prompt, params) in enumerate(asked):
-        assert tokens[i] == alone(prompt, params, bad_words=WORDS if params.bad_words else ()), KINDS[requests[i][3]]
-    assert cache.allocator.num_free == pages, "pages leaked"
+def run(it, requests, unscored=None):
+    """The same without errors → tokens, log-probabilities and those of the prompt, by request."""
+    tokens, logprobs, scores = {}, {}, {}
+    for i, outputs in served(it, requests, unscored).items():
+        assert not [output.error for output in outputs if output.error]
+        tokens[i] = [token for output in outputs for token in output.token_ids]
+        logprobs[i] = [row for output in outputs for row in output.logprobs]
+        for output in outputs:
+            if output.prompt_logprobs is not None:
+                assert i not in scores
+                scores[i] = output.prompt_logprobs
+    return tokens, logprobs, scores
 
 
-def test_preempted_sequences_count_anew():
-    it, _ = engine(pages=16, seqs=8, budget=64)
-    it._runner._model = model = Noisy()
-    params = SamplingParams(max_tokens=30, temperature=0.0, presence_penalty=0.7, repetition_penalty=1.3, ignore_eos=True)
-    requests = [(0, [i + 10] * 9, params) for i in range(6)]
-    tokens, _, _ = run(it, requests)
-    assert [tokens[i] for i in range(6)] == [alone(r[1], params) for r in requests]
-    assert sum(model.tokens_per_step) > sum(9 + len(tokens[i]) - 1 for i in range(6)), "nothing was recomputed"
+FEW_PAGES = st.fixed_dictionaries(SIZES | {"pages": st.integers(16, 30)})
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
@@ -175,14 +161,11 @@ def test_logprobs_are_those_of_the_raw_logits(lookahead):
 @settings(max_examples=40, deadline=None)
 @given(
     requests=st.lists(st.tuples(st.integers(0, 8), PROMPTS, st.integers(0, 12), st.integers(0, 30)), min_size=1, max_size=8),
-    pages=st.integers(16, 30),
-    seqs=st.integers(1, 6),
-    budget=st.integers(1, 40),
-    lookahead=st.integers(0, 1),
+    sizes=FEW_PAGES,
 )
-def test_every_prompt_token_is_scored_once(requests, pages, seqs, budget, lookahead):
+def test_every_prompt_token_is_scored_once(requests, sizes):
     """Also where a prompt is cut into chunks, or preempted, or its beginning is in the prefix cache or is not to be scored."""
-    it, cache = engine(pages, seqs, budget, lookahead=lookahead)
+    it, cache = engine(**sizes)
     it._runner._model = Noisy()
     asked = [(w, p, SamplingParams(max_tokens=n, prompt_logprobs=1 if on or not n else None)) for w, p, n, on in requests]
     unscored = [min(max(on, 1), len(prompt)) for _, prompt, _, on in requests]
@@ -194,9 +177,8 @@ def test_every_prompt_token_is_scored_once(requests, pages, seqs, budget, lookah
             exact = spread(torch.tensor([following(prompt[:position])]))[0].double().log_softmax(-1)
             assert row.token_id == prompt[position]
             assert row.logprob == pytest.approx(exact[row.token_id].item(), abs=1e-5)
-        if i in scores:
-            assert len(scores[i]) == len(prompt) - unscored[i]
-    assert cache.allocator.num_free == pages, "pages leaked"
+        assert i not in scores or len(scores[i]) == len(prompt) - unscored[i]
+    assert cache.allocator.num_free == sizes["pages"], "pages leaked"
 
 
 def test_a_prompt_that_is_not_scored_at_its_beginning_may_be_long():
@@ -208,18 +190,6 @@ def test_a_prompt_that_is_not_scored_at_its_beginning_may_be_long():
         run(it, [(0, [1] * 1400 + [tail] * 3, params)], [1400])
     full = (1400 - 1) // cache.page_size * cache.page_size
     assert model.tokens_per_step == [1403, 1403 - full]
-
-
-def test_a_prompt_that_is_preempted_halfway_is_not_scored_twice():
-    it, _ = engine(pages=14, seqs=2, budget=3, prefix_cache=False)
-    it._runner._model = model = Noisy()
-    params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
-    scored = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
-    requests = [(0, [9] * 20, params), (7, list(range(40, 70)), scored)]
-    tokens, _, scores = run(it, requests)
-    assert [tokens[i] for i in (0, 1)] == [alone(prompt, own) for _, prompt, own in requests]
-    assert [row.token_id for row in scores[1]] == list(range(41, 70))
-    assert sum(model.tokens_per_step) > 20 + 29 + 30 + 2, "nothing was recomputed"
 
 
 def test_a_slot_that_comes_back_is_filled_anew():
@@ -361,23 +331,3 @@ def test_settings_are_checked_against_the_model():
     with pytest.raises(InputError, match="min_tokens: no token is left to draw"):
         it.checks.check([1], own, Request(0, [1], own, (5,)).rules)
     it.checks.check([1], own, Request(0, [1], own, (6,)).rules)
-
-
-def test_an_output_that_cannot_go_on_ends_with_an_error():
-    """Two bad words forbid both allowed tokens, but not at the first step."""
-    it, _ = engine()
-    it._runner._model = Noisy()
-    own = resolve(SamplingParams(allowed_token_ids=[1, 2], bad_words="x"), None)
-    request = Request(next(IDS), [3], own, bad_words=((1, 1), (1, 2), (2, 1), (2, 2)))
-    it.checks.check([3], own, request.rules)
-    it.add(request)
-    other = add(it, [3, 4], resolve(SamplingParams(max_tokens=4), None))
-    outputs = []
-    while it.has_work:
-        outputs += it.step()
-    mine = [output for output in outputs if output.request_id == request.id]
-    assert [output.finish_reason for output in mine] == [None, "error"]
-    expected = "bad_words: no token is left to draw; expected a token that fits allowed_token_ids and bad_words; found none for "
-    assert isinstance(mine[1].error, InputError), "the request is at fault, not the model"
-    assert str(mine[1].error) == expected + "generated token 1"
-    assert sum(len(output.token_ids) for output in outputs if output.request_id == other) == 4

@@ -7,9 +7,8 @@ prompts that wait for others longer than their share.
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from engine.test_engine import PAGE, engine, undisturbed
+from engine.test_engine import PAGE, SIZES, engine, undisturbed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +16,6 @@ from minirt.engine.engine import Request
 from minirt.engine.limits import EngineLimits
 from minirt.engine.scheduler import Scheduler, WaitingQueue
 from minirt.engine.sequence import Sequence
-from minirt.engine.slots import HostSlots
 from minirt.engine.step_times import PromptTime
 from minirt.sampling_params import SamplingParams, resolve
 from minirt.step.kv_cache import KVCache, PagesSpec
@@ -69,6 +67,10 @@ class Watched:
                 self.reasons[output.request_id] = output.finish_reason
         self.it._scheduler.schedule = inner
 
+    def finish(self):
+        while self.it.has_work:
+            self.step()
+
     def _check(self, before, running):
         victims, admitted = before - running, running - before
         self.preemptions += len(victims)
@@ -92,25 +94,18 @@ PROMPTS = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+PRIORITIES, SAMPLES = st.sampled_from([0, 0, -1, 3, 10**30]), st.sampled_from([1, 1, 2, 5])
+
+
+@settings(max_examples=60, deadline=None)
 @given(
-    requests=st.lists(
-        st.tuples(
-            st.integers(0, 15), PROMPTS, st.integers(1, 14), st.sampled_from([0, 0, -1, 3, 10**30]), st.sampled_from([1, 1, 2, 5])
-        ),
-        min_size=2,
-        max_size=12,
-    ),
-    pages=st.integers(9, 30),
-    seqs=st.integers(1, 6),
-    budget=st.integers(1, 40),
+    requests=st.lists(st.tuples(st.integers(0, 15), PROMPTS, st.integers(1, 14), PRIORITIES, SAMPLES), min_size=2, max_size=12),
+    sizes=st.fixed_dictionaries(SIZES | {"pages": st.integers(9, 30), "prefix_cache": st.booleans()}),
     aborts=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 11), st.integers(0, 4)), max_size=6),
-    lookahead=st.integers(0, 1),
-    prefix_cache=st.booleans(),
-)
-def test_any_priorities_and_samples(requests, pages, seqs, budget, aborts, lookahead, prefix_cache):
+)  # fmt: skip
+def test_any_priorities_and_samples(requests, sizes, aborts):
     """The mock model's tokens do not depend on the seed, so all samples of a prompt have the same."""
-    it, cache = engine(pages, seqs, budget, length=36, lookahead=lookahead, prefix_cache=prefix_cache)
+    it, cache = engine(length=36, **sizes)
     watched, ids = Watched(it), {}
     for step in range(3000):
         for i, (arrival, prompt, count, priority, n) in enumerate(requests):
@@ -128,9 +123,9 @@ def test_any_priorities_and_samples(requests, pages, seqs, budget, aborts, looka
         for sample in ids[i]:
             tokens = watched.tokens[sample]
             assert tokens == (wanted[: len(tokens)] if watched.reasons[sample] == "abort" else wanted)
-    assert cache.allocator.num_free == pages, "pages leaked"
+    assert cache.allocator.num_free == sizes["pages"], "pages leaked"
     assert len(it._scheduler.waiting) == len(it._scheduler._followers) == 0
-    assert sorted(it._scheduler.slots.free) == list(range(seqs))
+    assert sorted(it._scheduler.slots.free) == list(range(sizes["seqs"]))
 
 
 def test_the_lowest_priority_value_comes_first():
@@ -138,8 +133,7 @@ def test_the_lowest_priority_value_comes_first():
     watched = Watched(it)
     for priority in (2, 0, 1, 0, -5):
         watched.add([50, 51], 2, priority)
-    while it.has_work:
-        watched.step()
+    watched.finish()
     assert list(watched.reasons) == [4, 1, 3, 2, 0]
 
 
@@ -156,8 +150,7 @@ def test_who_is_preempted(priorities):
         watched.step()
     victim = max(range(3), key=lambda i: (priorities[i], i))
     assert victim not in it._scheduler.running
-    while it.has_work:
-        watched.step()
+    watched.finish()
     assert [watched.tokens[i] for i in range(3)] == [undisturbed([50 + i] * 7, 12, EOS) for i in range(3)]
     assert cache.allocator.num_free == 8
 
@@ -169,8 +162,7 @@ def test_a_preempted_request_goes_back_before_others_of_its_priority():
         watched.add([50 + i] * 7, 12, 1)
     watched.step()
     later, urgent = watched.add([60] * 7, 12, 1), watched.add([61] * 7, 12, 0)
-    while it.has_work:
-        watched.step()
+    watched.finish()
     assert watched.preemptions > 0
     ends = list(watched.reasons)
     assert ends.index(urgent) < ends.index(2) < ends.index(later)
@@ -194,8 +186,7 @@ def test_samples_compute_their_prompt_once(length, computed, lookahead):
         return inner(plan)
 
     it._runner.start = start
-    while it.has_work:
-        watched.step()
+    watched.finish()
     assert [first[i] for i in range(5)] == computed
     assert all(watched.tokens[i] == undisturbed(prompt, 6, EOS) for i in range(5))
     assert watched.tokens[later] == undisturbed([70] * 9, 2, EOS)
@@ -219,8 +210,7 @@ def test_when_the_first_sample_leaves_the_next_computes_the_prompt():
     watched.abort(2)
     watched.step()
     watched.abort(0)  # in the middle of the prompt
-    while it.has_work:
-        watched.step()
+    watched.finish()
     steps = it._runner._model.tokens_per_step[:3]
     assert steps == [8, 8, 4 + 4], "the second goes on from the pages of the first, and the fourth from those of both"
     assert watched.tokens[1] == watched.tokens[3] == undisturbed(prompt, 3, EOS)
@@ -231,8 +221,7 @@ def test_a_group_counts_once_and_is_refused_as_a_whole():
     it, _ = engine(seqs=1, lookahead=0, max_waiting=1)
     watched = Watched(it)
     groups = [[watched.add([30 + g] * 9, 3, group=3 * g) for _ in range(3)] for g in range(4)]
-    while it.has_work:
-        watched.step()
+    watched.finish()
     for g, group in enumerate(groups):
         assert {watched.reasons[i] for i in group} == ({"error"} if g > 1 else {"length"})
 
@@ -277,8 +266,7 @@ def test_prompts_leave_time_to_those_that_decode(context_s):
     watched.step()
     for i in range(3):
         watched.add([70 + i] * 120, 4)
-    while it.has_work:
-        watched.step()
+    watched.finish()
     for plan in plans[1:]:
         own = plan.sequences
         new = zip(own.starts.tolist(), own.num_tokens.tolist(), strict=True)
@@ -299,8 +287,7 @@ def test_alone_prompts_have_the_whole_budget():
     watched, sizes, inner = Watched(it), [], it._runner.start
     it._runner.start = lambda plan: sizes.append(plan.num_tokens) or inner(plan)
     watched.add([60] * 300, 4)
-    while it.has_work:
-        watched.step()
+    watched.finish()
     assert sizes[:2] == [256, 44]
 
 
@@ -370,11 +357,8 @@ def test_the_caller_of_a_short_prompt_has_its_token_within_three_steps(lookahead
             break
     assert watched.tokens[3]
     assert not watched.tokens[1] + watched.tokens[2]
-    while it.has_work:
-        watched.step()
-    assert [watched.tokens[i] for i in range(4)] == [
-        undisturbed(prompt, count, EOS) for prompt, count in zip(prompts, (20, 2, 2, 2), strict=True)
-    ]
+    watched.finish()
+    assert [watched.tokens[i] for i in range(4)] == [undisturbed(prompts[i], (20, 2, 2, 2)[i], EOS) for i in range(4)]
 
 
 def test_a_long_prompt_ends_beside_any_number_of_short_ones():
@@ -476,24 +460,3 @@ def test_the_time_of_prompts(start, seconds, token_s, context_s):
     tokens = own.tokens(start, seconds)
     assert own.seconds(start, tokens) <= seconds * (1 + 1e-6) + 1e-12
     assert own.seconds(start, tokens + 2) >= seconds * (1 - 1e-6)
-
-
-@given(data=st.data())
-def test_few_sequences_and_many_are_extended_alike(data):
-    """The same steps, one by one and on arrays: drafts, stop tokens, the last token, a row that drew nothing."""
-    limits, draw = EngineLimits(24, 6, 64, max_drafts=2), data.draw(st.randoms(use_true_random=False))
-    alone, together = HostSlots(limits, 1), HostSlots(limits, 1)
-    for i in range(6):
-        own = Sequence(Request(i, [1] * draw.randrange(1, 9), greedy(1)), draw.randrange(9, 24), tuple(range(draw.randrange(3))))
-        for slots in (alone, together):
-            Sequence(own.request, own.final_len, own.ends).take_slot(slots, [])
-    every = np.arange(6)
-    for _ in range(4):
-        counts = np.array([draw.randrange(4) for _ in every])
-        tokens = np.array([[draw.randrange(-1, 40) for _ in range(3)] for _ in every])
-        found = together.extend(every, counts, tokens, 1.5)
-        one = [alone.extend(every[i : i + 1], counts[i : i + 1], tokens[i : i + 1], 1.5) for i in every]
-        assert [array.tolist() for array in found] == [np.concatenate(column).tolist() for column in zip(*one, strict=True)]
-        assert (alone.lengths == together.lengths).all()
-        assert (alone.tokens == together.tokens).all()
-        assert (alone.times == together.times).all()

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engine.test_engine import IDS, PAGE, VOCAB, Drafts, add, drafting, engine, following, undisturbed
+from engine.test_engine import IDS, PAGE, VOCAB, Drafts, add, drafting, engine, finish, following, undisturbed
 
 from minirt.engine.engine import Engine, Request
 from minirt.engine.limits import EngineLimits, max_splits
@@ -41,8 +41,7 @@ def test_sequences_that_share_pages_stay_within_the_bound_of_kv_splits():
 
     it = Engine(model, cache, EngineLimits(4096, 16, 4096), vocab_size=VOCAB, lookahead=1)
     add(it, [3] * 2000, greedy(4))
-    while it.has_work:
-        it.step()
+    finish(it)
     ids = [add(it, [3] * 1990 + [i], greedy(4)) for i in range(16)]
     tokens = [output for _ in range(200) for output in it.step() for _ in output.token_ids]
     assert {output.request_id for output in tokens} == set(ids)
@@ -68,21 +67,6 @@ def test_logits_of_a_preempted_request_come_once(count, lookahead):
     assert it.stats.num_preemptions
 
 
-@pytest.mark.parametrize("scores", [None, 0])
-def test_a_short_request_does_not_wait_for_the_logits_of_a_long_one(scores):
-    it = Engine(nine, KVCache([PagesSpec(1, 1)], 200, page_size=64), EngineLimits(8192, 64, 8192), vocab_size=VOCAB)
-    own = NOTHING if scores is None else replace(NOTHING, prompt_logprobs=scores)
-    long = next(IDS)
-    it.add(Request(long, [3] * 6000, own, logits_only=scores is None))
-    it.step()
-    short, steps = add(it, [1, 2], greedy(2)), 0
-    while short in it:
-        it.step()
-        steps += 1
-    assert steps < 6
-    assert long in it, "it takes more than 20 steps"
-
-
 def test_with_drafts_equal_sizes_do_not_mean_that_every_row_is_kept():
     """The device may have fewer tokens than the plan says. Its tokens are without gaps then, its rows of logits are not."""
     it, _ = drafting(0.5, seed=3, lookahead=1)
@@ -103,8 +87,7 @@ def test_with_drafts_equal_sizes_do_not_mean_that_every_row_is_kept():
     runner._eager = as_on_a_gpu
     for prompt in ([50, 51], [60, 61]):
         add(it, prompt, greedy(12))
-    while it.has_work:
-        it.step()
+    finish(it)
     assert not wrong
     assert len(seen) > 4
 
@@ -186,17 +169,6 @@ def test_drafts_are_refused_where_states_cannot_be_taken_back():
     cache = KVCache([StateSpec((("s", (1,), torch.float32),))], 9, page_size=PAGE, num_slots=4)
     with pytest.raises(UnsupportedError, match="drafts need states that can be taken back"):
         Engine(nine, cache, EngineLimits(64, 4, 64), vocab_size=VOCAB, proposer=Drafts(1.0))
-
-
-def test_after_a_failure_nothing_is_pinned_any_more():
-    it, _ = engine(pages=16, length=64, prefix_cache=True)
-    add(it, [7] * 12, greedy(1))
-    while it.has_work:
-        it.step()
-    assert it.pin([7] * 12) == 12
-    assert it.max_len < 64
-    it.recover()
-    assert it.max_len == 64
 
 
 def test_an_id_that_is_used_again_gets_no_token_of_the_request_before():

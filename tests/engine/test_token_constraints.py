@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engine.test_engine import PROMPTS, VOCAB, add, engine, following
-from engine.test_sampling_stages import KINDS, Noisy, spread
+from engine.test_sampling_stages import FEW_PAGES, KINDS, WORDS, Noisy, served
+from engine.test_sampling_stages import alone as sampling_stages_alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,7 @@ from minirt.engine import sampling_stages
 from minirt.engine.collector import no_token
 from minirt.engine.compiling_requests import CompilingRequests
 from minirt.engine.engine import Request
-from minirt.engine.sampler import SamplingBatch, sample
+from minirt.engine.sampler import sample
 from minirt.errors import EngineError, InputError, NumericsError, UnsupportedError
 from minirt.sampling_params import SamplingParams, resolve
 
@@ -94,71 +95,33 @@ def bound_engine(*, late=0, **options):
     return it, cache
 
 
-def alone(prompt, params, eos=EOS):
-    """The tokens of a request by itself, from the definitions."""
-    own, tokens = resolve(params, None), list(prompt)
-    while len(tokens) - len(prompt) < min(own.max_tokens, 64 - len(prompt)):
-        generated = tokens[len(prompt) :]
-        x = spread(torch.tensor([following(tokens)]))[0]
-        for v, bias in own.logit_bias.items():
-            x[v] += bias
-        counts = torch.tensor(generated, dtype=torch.int64).bincount(minlength=VOCAB)
-        known = torch.tensor([v in tokens for v in range(VOCAB)])
-        x = torch.where(known, torch.where(x > 0, x / own.repetition_penalty, x * own.repetition_penalty), x)
-        x = x - own.frequency_penalty * counts - own.presence_penalty * (counts > 0)
-        if own.structured_outputs is not None:
-            x[[v for v in range(VOCAB) if v not in permitted(generated)]] = -math.inf
-        if own.allowed_token_ids is not None:
-            x[[v for v in range(VOCAB) if v not in own.allowed_token_ids]] = -math.inf
-        tokens.append(sample(x[None], SamplingBatch.build([(own, len(generated))])).item())
-        if tokens[-1] in own.stop_token_ids or (tokens[-1] == eos and not own.ignore_eos):
-            break
-    return tokens[len(prompt) :]
+def alone(prompt, params):
+    return sampling_stages_alone(prompt, params, WORDS if params.bad_words else (), permitted)
 
 
-def run(it, requests, steps=10_000):
+def run(it, requests):
     """Run (arrival, prompt, params) → tokens and the last output, by request."""
-    ids, tokens, last = {}, {}, {}
-    for step in range(steps):
-        for i, (arrival, prompt, params) in enumerate(requests):
-            if arrival == step:
-                own = resolve(params, None)
-                request = Request(next(IDS), prompt, own, (EOS,))
-                it.checks.check(prompt, own, request.rules)
-                it.add(request)
-                ids[request.id], tokens[i] = i, []
-        it._constraints.tick()
-        for output in it.step():
-            i = ids[output.request_id]
-            assert i not in last, "an output after the last"
-            tokens[i] += output.token_ids
-            if output.finish_reason is not None:
-                last[i] = output
-        if not it.has_work and step > max(r[0] for r in requests):
-            return tokens, last
-    raise AssertionError("starved")
+    outputs = served(it, requests, tick=it._constraints.tick)
+    tokens = {i: [token for output in outputs[i] for token in output.token_ids] for i in outputs}
+    return tokens, {i: outputs[i][-1] for i in outputs}
 
 
 MIXED = [
-    {}, {"temperature": 0.9}, BOUND, BOUND | {"temperature": 1.1}, BOUND | {"presence_penalty": 1.0, "repetition_penalty": 1.3},
+    *KINDS, BOUND, BOUND | {"temperature": 1.1}, BOUND | {"presence_penalty": 1.0, "repetition_penalty": 1.3}, BOUND,
     BOUND | {"logit_bias": {3: 2.0, 96: -5.0}, "temperature": 0.6}, BOUND | {"stop_token_ids": list(range(0, 90, 7))},
-    BOUND | {"frequency_penalty": 0.4, "temperature": 0.8, "logprobs": 2}, KINDS[2], BOUND,
+    BOUND | {"frequency_penalty": 0.4, "temperature": 0.8, "logprobs": 2},
 ]  # fmt: skip
+KIND = st.integers(0, len(MIXED) - 1)
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    requests=st.lists(
-        st.tuples(st.integers(0, 12), PROMPTS, st.integers(6, 20), st.integers(0, len(MIXED) - 1)), min_size=1, max_size=9
-    ),
-    pages=st.integers(16, 30),
-    seqs=st.integers(1, 6),
-    budget=st.integers(1, 40),
-    lookahead=st.integers(0, 1),
-    late=st.integers(0, 3),
-)
-def test_any_schedule_gives_the_tokens_of_a_solo_run(requests, pages, seqs, budget, lookahead, late):
-    it, cache = bound_engine(late=late, pages=pages, seqs=seqs, budget=budget, lookahead=lookahead)
+    requests=st.lists(st.tuples(st.integers(0, 12), PROMPTS, st.integers(6, 20), KIND), min_size=1, max_size=9),
+    sizes=FEW_PAGES, late=st.integers(0, 3),
+)  # fmt: skip
+def test_any_schedule_gives_the_tokens_of_a_solo_run(requests, sizes, late):
+    """Penalties, biases, masks and draws, with constraints and without. Catches counts of another step or slot."""
+    it, cache = bound_engine(late=late, **sizes)
     it._runner._model = Noisy()
     usual = {"temperature": 0.0}
     asked = [(when, p, SamplingParams(**usual | {"max_tokens": n, "seed": n} | MIXED[k])) for when, p, n, k in requests]
@@ -166,7 +129,7 @@ def test_any_schedule_gives_the_tokens_of_a_solo_run(requests, pages, seqs, budg
     for i, (_, prompt, params) in enumerate(asked):
         assert tokens[i] == alone(prompt, params), MIXED[requests[i][3]]
         assert last[i].error is None
-    assert cache.allocator.num_free == pages, "pages leaked"
+    assert cache.allocator.num_free == sizes["pages"], "pages leaked"
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])

@@ -46,20 +46,6 @@ def tiny(running):
 
 
 @pytest.fixture(scope="session")
-def smol(smollm2, tmp_path_factory):
-    """A server of SmolLM2-135M-Instruct, with speculative decoding."""
-    options = ("--kv-cache-memory", "128MiB", "--max-num-seqs", 4, "--served-model-name", "smol", "--max-model-len", 1024)
-    options += ("--speculate", "ngram")
-    server = Server(tmp_path_factory.mktemp("server") / "log", "--model", smollm2, *options).wait()
-    yield server
-    assert "Traceback" not in server.log, server.log[-5000:]
-    engine = server.engine
-    server.process.kill()  # the engine's process must not stay behind
-    server.process.wait(30)
-    engine.wait(30)
-
-
-@pytest.fixture(scope="session")
 def folders(tmp_path_factory):
     """Template's name → the embedded model with this template; see `model_folders`."""
     return model_folders(tmp_path_factory.mktemp("models"))

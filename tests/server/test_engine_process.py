@@ -11,10 +11,10 @@ import pytest
 
 from minirt import models
 from minirt.engine.request import EngineStats, Request
-from minirt.errors import EngineError, InputError
+from minirt.errors import InputError
 from minirt.sampling_params import SamplingParams, resolve
 from minirt.server.engine_process import _Connection, _Server
-from minirt.server.wire import Abort, Answer, Frames, Start, Submit, frame
+from minirt.server.wire import Answer, Frames, Start, Submit, frame
 
 
 class Fake:
@@ -45,18 +45,6 @@ def requests(*ids, group=None):
     return [Request(i, [1, 2], sampling, group=group) for i in ids]
 
 
-def test_requests_are_checked_and_submitted():
-    """Samples get the prompt of the first one back."""
-    fake = Fake()
-    server = _Server(fake, fake)
-    server.handle(Submit.of(requests(3, 5, group=3)))
-    server.handle(Abort([5, 9]))
-    assert fake.submitted == requests(3, 5, group=3)
-    assert fake.checked == [[1, 2], [1, 2]]
-    assert fake.sent == []
-    assert fake.aborted == [5, 9]
-
-
 @pytest.mark.parametrize("error", [InputError("bad", where="top_k"), ValueError("a fault")])
 def test_a_refused_call_ends_with_an_error(error):
     fake = Fake(error)
@@ -64,18 +52,6 @@ def test_a_refused_call_ends_with_an_error(error):
     assert fake.submitted == []
     assert [(output.request_id, output.finish_reason) for output in fake.sent] == [(3, "error"), (5, "error")]
     assert str(error) in str(fake.sent[0].error)
-
-
-def test_an_engine_that_has_ended():
-    fake = Fake()
-    server = _Server(fake, fake)
-
-    def submit(*_):
-        raise EngineError("the generator is closed")
-
-    fake.submit = submit
-    server.handle(Submit(requests(3)))
-    assert isinstance(fake.sent[0].error, EngineError)
 
 
 def test_messages_of_several_threads_are_whole():

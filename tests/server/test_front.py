@@ -7,7 +7,7 @@ import socket
 import threading
 
 import pytest
-from support.server import answer, chunks, events, front, message
+from support.server import answer, answered, chunks, events, front, message, on_front
 
 from minirt import models
 from minirt.engine.request import EngineStats, TokenLogprobs, TokenOutput
@@ -40,66 +40,58 @@ def texts(found):
     return [event["choices"][0]["text"] for event in found if event != "[DONE]" and event["choices"]]
 
 
-def test_a_stream_token_by_token():
+@on_front()
+async def test_a_stream_token_by_token(this, engine, ask):
     ids = ids_of("Once there was a dog named \"Max\"\n who said:\t'hi \\ ho'")
-
-    async def scenario(this, engine, ask):
-        reader, _ = await ask(stream(stream_options={"include_usage": True}))
-        await engine.until(lambda e: e.requests)
-        request = engine.requests[0]
-        assert request.prompt_token_ids == TOKENIZER.encode("Once")
-        assert request.sampling.max_tokens == 2000
-        found = []
-        for i, token in enumerate(ids):
-            engine.send(TokenOutput(request.id, (token,), "length" if i == len(ids) - 1 else None, num_cached=3))
-            if i == 0:
-                head = await reader.readuntil(b"\r\n\r\n")
-                assert b"200 OK" in head
-                assert b"text/event-stream" in head
-                body = chunks(reader)
-            if i < len(ids) - 1:
-                part = await anext(body)
-                assert part.startswith(b"data: ")
-                assert part.endswith(b"\n\n")
-                found.append(part)
-        found += [part async for part in body]
-        found = events(b"".join(found))
-        assert texts(found) == [TOKENIZER.decode([token]) for token in ids]
-        assert found[-1] == "[DONE]"
-        assert found[-2]["choices"] == []
-        assert found[-2]["usage"] == {
-            "prompt_tokens": 1, "completion_tokens": len(ids), "total_tokens": 1 + len(ids),
-            "prompt_tokens_details": {"cached_tokens": 3},
-        }  # fmt: skip
-        reasons = [event["choices"][0]["finish_reason"] for event in found[:-2]]
-        assert reasons == [None] * (len(ids) - 1) + ["length"]
-        assert {(event["id"], event["object"], event["model"]) for event in found[:-1]} == {
-            (found[0]["id"], "text_completion", "fake")
-        }
-
-    run(scenario)
+    reader, _ = await engine.gets(ask(stream(stream_options={"include_usage": True})))
+    request = engine.requests[0]
+    assert request.prompt_token_ids == TOKENIZER.encode("Once")
+    assert request.sampling.max_tokens == 2000
+    found = []
+    for i, token in enumerate(ids):
+        engine.send(TokenOutput(request.id, (token,), "length" if i == len(ids) - 1 else None, num_cached=3))
+        if i == 0:
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert b"200 OK" in head
+            assert b"text/event-stream" in head
+            body = chunks(reader)
+        if i < len(ids) - 1:
+            part = await anext(body)
+            assert part.startswith(b"data: ")
+            assert part.endswith(b"\n\n")
+            found.append(part)
+    found += [part async for part in body]
+    found = events(b"".join(found))
+    assert texts(found) == [TOKENIZER.decode([token]) for token in ids]
+    assert found[-1] == "[DONE]"
+    assert found[-2]["choices"] == []
+    assert found[-2]["usage"] == {
+        "prompt_tokens": 1, "completion_tokens": len(ids), "total_tokens": 1 + len(ids),
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }  # fmt: skip
+    reasons = [event["choices"][0]["finish_reason"] for event in found[:-2]]
+    assert reasons == [None] * (len(ids) - 1) + ["length"]
+    assert {(event["id"], event["object"], event["model"]) for event in found[:-1]} == {
+        (found[0]["id"], "text_completion", "fake")
+    }
 
 
-def test_no_character_is_cut():
+@on_front()
+async def test_no_character_is_cut(this, engine, ask):
     text = "a€b😀é"
     pieces = [token for c in text for token in [TOKENIZER.token_id(p) for p in _byte_tokens(c)]]
-
-    async def scenario(this, engine, ask):
-        reader, _ = await ask(stream())
-        await engine.until(lambda e: e.requests)
-        found, body = b"", None
-        for i, token in enumerate(pieces):
-            engine.send(TokenOutput(engine.requests[0].id, (token,), "length" if i == len(pieces) - 1 else None))
-            await asyncio.sleep(0)  # the front sees each token alone
-            if body is None:
-                await reader.readuntil(b"\r\n\r\n")
-                body = chunks(reader)
-        async for part in body:
-            found += part
-        assert "".join(texts(events(found))) == text
-        assert all("�" not in own for own in texts(events(found)))
-
-    run(scenario)
+    reader, _ = await engine.gets(ask(stream()))
+    found, body = b"", None
+    for i, token in enumerate(pieces):
+        engine.send(TokenOutput(engine.requests[0].id, (token,), "length" if i == len(pieces) - 1 else None))
+        await asyncio.sleep(0)  # the front sees each token alone
+        if body is None:
+            await reader.readuntil(b"\r\n\r\n")
+            body = chunks(reader)
+    async for part in body:
+        found += part
+    assert "".join(texts(events(found))) == text
+    assert all("�" not in own for own in texts(events(found)))
 
 
 def _byte_tokens(character):
@@ -109,20 +101,16 @@ def _byte_tokens(character):
     return [spelled[byte] for byte in character.encode()]
 
 
-def test_tokens_that_arrive_together_are_sent_together():
+@on_front()
+async def test_tokens_that_arrive_together_are_sent_together(this, engine, ask):
     ids = ids_of("Once upon a time there was a little girl who lived in a house.")
-
-    async def scenario(this, engine, ask):
-        reader, _ = await ask(stream())
-        await engine.until(lambda e: e.requests)
-        engine._writer.writelines([])
-        for i, token in enumerate(ids):  # one write, and so one read of the front
-            engine.send(TokenOutput(engine.requests[0].id, (token,), "length" if i == len(ids) - 1 else None))
-        _, _, body = await answer(reader)
-        assert len(events(body)) < len(ids)
-        assert "".join(texts(events(body))) == TOKENIZER.decode(ids)
-
-    run(scenario)
+    reader, _ = await engine.gets(ask(stream()))
+    engine._writer.writelines([])
+    for i, token in enumerate(ids):  # one write, and so one read of the front
+        engine.send(TokenOutput(engine.requests[0].id, (token,), "length" if i == len(ids) - 1 else None))
+    _, _, body = await answer(reader)
+    assert len(events(body)) < len(ids)
+    assert "".join(texts(events(body))) == TOKENIZER.decode(ids)
 
 
 @pytest.mark.parametrize("interval", [2, 5])
@@ -130,8 +118,7 @@ def test_stream_interval(interval):
     ids = ids_of("a b c d e f g h i j k l m")
 
     async def scenario(this, engine, ask):
-        reader, _ = await ask(stream())
-        await engine.until(lambda e: e.requests)
+        reader, _ = await engine.gets(ask(stream()))
         for i, token in enumerate(ids):
             engine.send(TokenOutput(engine.requests[0].id, (token,), "length" if i == len(ids) - 1 else None))
             await asyncio.sleep(0.002)
@@ -144,43 +131,36 @@ def test_stream_interval(interval):
     run(scenario, stream_interval=interval)
 
 
-def test_a_stop_string_over_several_tokens_ends_the_request():
+@on_front()
+async def test_a_stop_string_over_several_tokens_ends_the_request(this, engine, ask):
     ids = ids_of("one two three four")
-
-    async def scenario(this, engine, ask):
-        reader, _ = await ask(stream(stop=["o three"]))
-        await engine.until(lambda e: e.requests)
-        for token in ids:
-            engine.send(TokenOutput(engine.requests[0].id, (token,), None))
-        _, _, body = await answer(reader)
-        assert "".join(texts(events(body))) == "one tw"
-        assert [event["choices"][0]["finish_reason"] for event in events(body)[:-1]][-1] == "stop"
-        await engine.until(lambda e: e.aborted)
-        assert engine.aborted == [engine.requests[0].id]
-        assert this.metrics.finished == {"stop": 1, "length": 0, "abort": 0, "error": 0}
-
-    run(scenario)
+    reader, _ = await engine.gets(ask(stream(stop=["o three"])))
+    for token in ids:
+        engine.send(TokenOutput(engine.requests[0].id, (token,), None))
+    _, _, body = await answer(reader)
+    assert "".join(texts(events(body))) == "one tw"
+    assert [event["choices"][0]["finish_reason"] for event in events(body)[:-1]][-1] == "stop"
+    await engine.until(lambda e: e.aborted)
+    assert engine.aborted == [engine.requests[0].id]
+    assert this.metrics.finished == {"stop": 1, "length": 0, "abort": 0, "error": 0}
 
 
-def test_several_choices():
-    async def scenario(this, engine, ask):
-        reader, _ = await ask(stream(n=3, seed=5, prompt=["a", "b"]))
-        await engine.until(lambda e: len(e.requests) == 6)
-        assert [request.sampling.seed for request in engine.requests] == [5, 6, 7] * 2
-        words = ["red", "green", "blue", "cat", "dog", "house"]
-        for i in (4, 1, 0, 5, 3, 2):
-            engine.send(TokenOutput(engine.requests[i].id, tuple(ids_of(words[i])), "stop" if i % 2 else "length"))
-        _, _, body = await answer(reader)
-        joined, reasons = [""] * 6, [None] * 6
-        for event in events(body)[:-1]:
-            (choice,) = event["choices"]
-            joined[choice["index"]] += choice["text"]
-            reasons[choice["index"]] = choice["finish_reason"] or reasons[choice["index"]]
-        # The token that ends a text by "stop" is no part of it.
-        assert joined == [word if i % 2 == 0 else TOKENIZER.decode(ids_of(word)[:-1]) for i, word in enumerate(words)]
-        assert reasons == ["length", "stop"] * 3
-
-    run(scenario)
+@on_front()
+async def test_several_choices(this, engine, ask):
+    reader, _ = await engine.gets(ask(stream(n=3, seed=5, prompt=["a", "b"])), 6)
+    assert [request.sampling.seed for request in engine.requests] == [5, 6, 7] * 2
+    words = ["red", "green", "blue", "cat", "dog", "house"]
+    for i in (4, 1, 0, 5, 3, 2):
+        engine.send(TokenOutput(engine.requests[i].id, tuple(ids_of(words[i])), "stop" if i % 2 else "length"))
+    _, _, body = await answer(reader)
+    joined, reasons = [""] * 6, [None] * 6
+    for event in events(body)[:-1]:
+        (choice,) = event["choices"]
+        joined[choice["index"]] += choice["text"]
+        reasons[choice["index"]] = choice["finish_reason"] or reasons[choice["index"]]
+    # The token that ends a text by "stop" is no part of it.
+    assert joined == [word if i % 2 == 0 else TOKENIZER.decode(ids_of(word)[:-1]) for i, word in enumerate(words)]
+    assert reasons == ["length", "stop"] * 3
 
 
 ROW = TokenLogprobs(ids_of("a")[0], -0.5, 1, tuple((i, -0.1 * i) for i in range(300, 320)))
@@ -191,46 +171,39 @@ ROW = TokenLogprobs(ids_of("a")[0], -0.5, 1, tuple((i, -0.1 * i) for i in range(
     (OutOfMemoryError("no memory left"), 500, "server_error"), (InputError("bad", where="top_k"), 400, "invalid_request_error"),
 ])  # fmt: skip
 @pytest.mark.parametrize("streams", [True, False])
-def test_an_error_before_the_first_token_has_its_status(error, status, code, streams):
-    async def scenario(this, engine, ask):
-        reader, _ = await ask(stream(stream=streams))
-        await engine.until(lambda e: e.requests)
-        engine.send(TokenOutput(engine.requests[0].id, (), "error", error))
-        found, headers, body = await answer(reader)
-        content = json.loads(body)["error"]
-        assert (found, content["type"], content["message"]) == (status, code, str(error))
-        assert ("retry-after" in headers) == (status == 429)
-        assert content["param"] == ("top_k" if status == 400 else None)
-
-    run(scenario)
+@on_front()
+async def test_an_error_before_the_first_token_has_its_status(this, engine, ask, error, status, code, streams):
+    reader, _ = await engine.gets(ask(stream(stream=streams)))
+    engine.send(TokenOutput(engine.requests[0].id, (), "error", error))
+    found, headers, body = await answer(reader)
+    content = json.loads(body)["error"]
+    assert (found, content["type"], content["message"]) == (status, code, str(error))
+    assert ("retry-after" in headers) == (status == 429)
+    assert content["param"] == ("top_k" if status == 400 else None)
 
 
-def test_an_error_later_is_the_last_event():
-    async def scenario(this, engine, ask):
-        reader, _ = await ask(stream(n=2, seed=1))
-        await engine.until(lambda e: len(e.requests) == 2)
-        first, second = engine.requests
-        engine.send(TokenOutput(first.id, (ids_of("a")[0],), None))
-        await reader.readuntil(b"\r\n\r\n")
-        body = chunks(reader)
-        found = await anext(body)
-        engine.send(TokenOutput(second.id, (), "error", NumericsError("NaN")))
-        async for part in body:
-            found += part
-        assert events(found)[-1]["error"]["message"] == "NaN"
-        await engine.until(lambda e: first.id in e.aborted)
-        assert not this.generations
-        assert not this.engine._sinks
-
-    run(scenario)
+@on_front()
+async def test_an_error_later_is_the_last_event(this, engine, ask):
+    reader, _ = await engine.gets(ask(stream(n=2, seed=1)), 2)
+    first, second = engine.requests
+    engine.send(TokenOutput(first.id, (ids_of("a")[0],), None))
+    await reader.readuntil(b"\r\n\r\n")
+    body = chunks(reader)
+    found = await anext(body)
+    engine.send(TokenOutput(second.id, (), "error", NumericsError("NaN")))
+    async for part in body:
+        found += part
+    assert events(found)[-1]["error"]["message"] == "NaN"
+    await engine.until(lambda e: first.id in e.aborted)
+    assert not this.generations
+    assert not this.engine._sinks
 
 
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_client_that_goes_aborts_its_requests(begun, streams, capfd):
     async def scenario(this, engine, ask):
-        reader, writer = await ask(stream(stream=streams, n=2, seed=0))
-        await engine.until(lambda e: len(e.requests) == 2)
+        reader, writer = await engine.gets(ask(stream(stream=streams, n=2, seed=0)), 2)
         if begun:
             engine.send(TokenOutput(engine.requests[0].id, (ids_of("a")[0],), None))
             if streams:
@@ -248,25 +221,23 @@ def test_a_client_that_goes_aborts_its_requests(begun, streams, capfd):
     assert (line["status"], line["finish"]) == (499, "abort")
 
 
-def test_a_client_that_goes_while_its_prompt_is_encoded():
-    async def scenario(this, engine, ask):
-        entered, gate = asyncio.Event(), asyncio.Event()
+@on_front()
+async def test_a_client_that_goes_while_its_prompt_is_encoded(this, engine, ask):
+    entered, gate = asyncio.Event(), asyncio.Event()
 
-        async def in_thread(function, *arguments):
-            entered.set()
-            await gate.wait()
-            return function(*arguments)
+    async def in_thread(function, *arguments):
+        entered.set()
+        await gate.wait()
+        return function(*arguments)
 
-        this.in_thread = in_thread
-        _, writer = await ask(stream(prompt="word " * 600))
-        await entered.wait()
-        writer.transport.abort()
-        while this.exchanges:
-            await asyncio.sleep(0.01)
-        gate.set()
-        assert not engine.requests
-
-    run(scenario)
+    this.in_thread = in_thread
+    _, writer = await ask(stream(prompt="word " * 600))
+    await entered.wait()
+    writer.transport.abort()
+    while this.exchanges:
+        await asyncio.sleep(0.01)
+    gate.set()
+    assert not engine.requests
 
 
 def test_a_slow_reader_is_dropped_and_others_are_not(monkeypatch, capfd):
@@ -280,8 +251,7 @@ def test_a_slow_reader_is_dropped_and_others_are_not(monkeypatch, capfd):
         slow.connect(_._transport.get_extra_info("peername"))
         slow.sendall(stream(logprobs=20))
         await engine.until(lambda e: len(e.requests) == 1)
-        reader, _w = await ask(stream())
-        await engine.until(lambda e: len(e.requests) == 2)
+        reader, _w = await engine.gets(ask(stream()))
         first, second = engine.requests
         sent = 0
         while not engine.aborted:
@@ -307,26 +277,21 @@ def test_a_slow_reader_is_dropped_and_others_are_not(monkeypatch, capfd):
     run(scenario, max_len=1 << 20, quiet=False)
 
 
-def test_the_engine_dies():
-    async def scenario(this, engine, ask):
-        begun, _ = await ask(stream())
-        await engine.until(lambda e: e.requests)
-        engine.send(TokenOutput(engine.requests[0].id, (ROW.token_id,), None))
-        await begun.readuntil(b"\r\n\r\n")
-        waiting, _ = await ask(stream(stream=False))
-        await engine.until(lambda e: len(e.requests) == 2)
-        await engine.close()
-        status, _, body = await answer(waiting)
-        assert status == 503
-        assert "has ended" in json.loads(body)["error"]["message"]
-        found = b"".join([part async for part in chunks(begun)])
-        assert "has ended" in events(found)[-1]["error"]["message"]
-        for data in (stream(), message(b"", "/health", "GET"), message({"prompt": "a"}, "/tokenize")):
-            reader, _ = await ask(data)
-            assert (await answer(reader))[0] == 503
-        assert this.engine.ended.done()
-
-    run(scenario)
+@on_front()
+async def test_the_engine_dies(this, engine, ask):
+    begun, _ = await engine.gets(ask(stream()))
+    engine.send(TokenOutput(engine.requests[0].id, (ROW.token_id,), None))
+    await begun.readuntil(b"\r\n\r\n")
+    waiting, _ = await engine.gets(ask(stream(stream=False)))
+    await engine.close()
+    status, _, body = await answer(waiting)
+    assert status == 503
+    assert "has ended" in json.loads(body)["error"]["message"]
+    found = b"".join([part async for part in chunks(begun)])
+    assert "has ended" in events(found)[-1]["error"]["message"]
+    for data in (stream(), message(b"", "/health", "GET"), message({"prompt": "a"}, "/tokenize")):
+        assert (await answered(ask(data)))[0] == 503
+    assert this.engine.ended.done()
 
 
 def test_tokens_that_were_computed_again_for_want_of_a_state_are_a_metric():
@@ -352,8 +317,7 @@ def test_metrics_without_an_answer_of_the_engine(monkeypatch):
     monkeypatch.setattr("minirt.server.admin._STATS_SECONDS", 0.05)
 
     async def scenario(this, engine, ask):
-        reader, _ = await ask(message(b"", "/metrics", "GET"))
-        status, _, body = await answer(reader)
+        status, _, body = await answered(ask(message(b"", "/metrics", "GET")))
         assert status == 200
         assert b"vllm:generation_tokens_total" in body
         assert b"num_requests_running" not in body
@@ -361,31 +325,24 @@ def test_metrics_without_an_answer_of_the_engine(monkeypatch):
     run(scenario)
 
 
-def test_request_timeout():
-    async def scenario(this, engine, ask):
-        reader, _ = await ask(stream(stream=False))
-        status, _, body = await answer(reader)
-        assert status == 504
-        assert "too long" in json.loads(body)["error"]["message"]
-        await engine.until(lambda e: e.aborted)
-
-    run(scenario, request_timeout=0.1)
+@on_front(request_timeout=0.1)
+async def test_request_timeout(this, engine, ask):
+    status, _, body = await answered(ask(stream(stream=False)))
+    assert status == 504
+    assert "too long" in json.loads(body)["error"]["message"]
+    await engine.until(lambda e: e.aborted)
 
 
-def test_draining_refuses_new_requests_and_ends_running_ones():
-    async def scenario(this, engine, ask):
-        reader, _ = await ask(stream(stream=False))
-        await engine.until(lambda e: e.requests)
-        this.draining = True
-        for path, method in ((PATH, "POST"), ("/health", "GET"), ("/v1/models", "GET")):
-            refused, _ = await ask(message({"prompt": "a"}, path, method))
-            assert (await answer(refused))[0] == 503
-        engine.send(TokenOutput(engine.requests[0].id, (ROW.token_id,), "length"))
-        status, _, body = await answer(reader)
-        assert status == 200
-        assert json.loads(body)["choices"][0]["text"] == "a"
-
-    run(scenario)
+@on_front()
+async def test_draining_refuses_new_requests_and_ends_running_ones(this, engine, ask):
+    reader, _ = await engine.gets(ask(stream(stream=False)))
+    this.draining = True
+    for path, method in ((PATH, "POST"), ("/health", "GET"), ("/v1/models", "GET")):
+        assert (await answered(ask(message({"prompt": "a"}, path, method))))[0] == 503
+    engine.send(TokenOutput(engine.requests[0].id, (ROW.token_id,), "length"))
+    status, _, body = await answer(reader)
+    assert status == 200
+    assert json.loads(body)["choices"][0]["text"] == "a"
 
 
 @pytest.mark.parametrize(("path", "method", "key", "status"), [
@@ -398,8 +355,7 @@ def test_api_keys(path, method, key, status, monkeypatch):
     monkeypatch.setattr("minirt.server.admin._STATS_SECONDS", 0.01)
 
     async def scenario(this, engine, ask):
-        reader, _ = await ask(message({}, path, method, **({} if key is None else {"authorization": key})))
-        assert (await answer(reader))[0] == status
+        assert (await answered(ask(message({}, path, method, **({} if key is None else {"authorization": key})))))[0] == status
 
     run(scenario, api_keys=("one", "two"), metrics_need_key=True)
 
@@ -408,13 +364,11 @@ def test_bodies_that_are_too_large_or_too_slow(monkeypatch):
     monkeypatch.setattr(exchange, "BODY_SECONDS", 0.1)
 
     async def scenario(this, engine, ask):
-        reader, _ = await ask(message(b"x" * 2000, PATH))
-        assert (await answer(reader))[0] == 413
+        assert (await answered(ask(message(b"x" * 2000, PATH))))[0] == 413
         reader, _ = await ask(f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999\r\n\r\n".encode())
         assert (await answer(reader))[0] == 413  # before the body
         chunked = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode()
-        reader, _ = await ask(chunked + b"400\r\n" + b"x" * 1024 + b"\r\n1\r\nx\r\n")
-        assert (await answer(reader))[0] == 413
+        assert (await answered(ask(chunked + b"400\r\n" + b"x" * 1024 + b"\r\n1\r\nx\r\n")))[0] == 413
         reader, _ = await ask(f'POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{{"prompt"'.encode())
         assert (await answer(reader))[0] == 408
         assert not engine.requests
@@ -422,18 +376,14 @@ def test_bodies_that_are_too_large_or_too_slow(monkeypatch):
     run(scenario, max_body_size=1024)
 
 
-def test_a_conversation_without_a_chat_template_names_the_other_endpoint():
+@on_front()
+async def test_a_conversation_without_a_chat_template_names_the_other_endpoint(this, engine, ask):
     """And no path of the server's disk."""
-
-    async def scenario(this, engine, ask):
-        reader, _ = await ask(message({"messages": [{"role": "user", "content": "a"}]}, "/v1/chat/completions"))
-        status, _, body = await answer(reader)
-        assert status == 400
-        assert json.loads(body)["error"]["message"] == (
-            "messages: the model has no chat template (send a prompt to /v1/completions)"
-        )
-
-    run(scenario)
+    status, _, body = await answered(ask(message({"messages": [{"role": "user", "content": "a"}]}, "/v1/chat/completions")))
+    assert status == 400
+    assert json.loads(body)["error"]["message"] == (
+        "messages: the model has no chat template (send a prompt to /v1/completions)"
+    )
 
 
 @pytest.mark.parametrize(("path", "fields"), [
@@ -450,8 +400,7 @@ def test_large_requests_are_read_beside_the_event_loop(path, fields, monkeypatch
     monkeypatch.setattr(protocol, "convert", lambda *args: (threads.append(threading.current_thread()), convert(*args))[1])
 
     async def scenario(this, engine, ask):
-        reader, _ = await ask(message(fields, path))
-        assert (await answer(reader))[0] in (200, 400)  # the model has no chat template
+        assert (await answered(ask(message(fields, path))))[0] in (200, 400)  # the model has no chat template
         assert len(threads) == 2
         assert threading.main_thread() not in threads
 
@@ -463,8 +412,7 @@ def test_bad_words_of_many_prompts_are_encoded_once(monkeypatch):
     monkeypatch.setattr(Tokenizer, "spellings", lambda self, word: (words.append(word), spellings(self, word))[1])
 
     async def scenario(this, engine, ask):
-        await ask(stream(prompt=["Once", "upon", "a"], bad_words=["king", "queen"]))
-        await engine.until(lambda e: len(e.requests) == 3)
+        await engine.gets(ask(stream(prompt=["Once", "upon", "a"], bad_words=["king", "queen"])), 3)
         assert words == ["king", "queen"]
         assert len({own.bad_words for own in engine.requests}) == 1
         assert len(engine.requests[2].bad_words) >= 2
@@ -472,59 +420,47 @@ def test_bad_words_of_many_prompts_are_encoded_once(monkeypatch):
     run(scenario)
 
 
-def test_tokens_do_not_wait_for_acknowledgements():
-    async def scenario(this, engine, ask):
-        await ask(stream())
-        await engine.until(lambda e: e.requests)
-        (own,) = this.exchanges
-        connection = own._scope["extensions"]["minirt"]["transport"].get_extra_info("socket")
-        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-
-    run(scenario)
+@on_front()
+async def test_tokens_do_not_wait_for_acknowledgements(this, engine, ask):
+    await engine.gets(ask(stream()))
+    (own,) = this.exchanges
+    connection = own._scope["extensions"]["minirt"]["transport"].get_extra_info("socket")
+    assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-def test_cross_origin():
-    async def scenario(this, engine, ask):
-        reader, _ = await ask(message(b"", PATH, "OPTIONS", origin="https://a.example", access_control_request_headers="x-y"))
-        status, headers, _ = await answer(reader)
-        assert (status, headers["access-control-allow-origin"], headers["access-control-allow-headers"]) == (
-            200, "https://a.example", "x-y",
-        )  # fmt: skip
-        for origin, allowed in (("https://a.example", True), ("https://b.example", False)):
-            reader, _ = await ask(message(b"", "/version", "GET", origin=origin))
-            assert ("access-control-allow-origin" in (await answer(reader))[1]) == allowed
-
-    run(scenario, allowed_origins=("https://a.example",))
+@on_front(allowed_origins=("https://a.example",))
+async def test_cross_origin(this, engine, ask):
+    reader, _ = await ask(message(b"", PATH, "OPTIONS", origin="https://a.example", access_control_request_headers="x-y"))
+    status, headers, _ = await answer(reader)
+    assert (status, headers["access-control-allow-origin"], headers["access-control-allow-headers"]) == (
+        200, "https://a.example", "x-y",
+    )  # fmt: skip
+    for origin, allowed in (("https://a.example", True), ("https://b.example", False)):
+        reader, _ = await ask(message(b"", "/version", "GET", origin=origin))
+        assert ("access-control-allow-origin" in (await answer(reader))[1]) == allowed
 
 
-def test_a_path_that_does_not_exist():
+@on_front()
+async def test_a_path_that_does_not_exist(this, engine, ask):
     """A client whose base URL lacks /v1 gets the path that it meant: it was told that its path does not exist. One that asks for
     what this server does not do is told what it does: /v1/moderations was taken for /v1/completions."""
     does = " (this server generates text: POST to /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages"
     paths = {"/chat/completions": " (did you mean /v1/chat/completions or ", "/v1/chat/completion": " (did you mean"}
     others = ("embeddings", "audio/transcriptions", "images/generations", "moderations", "files", "rerank", "nothing")
     paths |= {f"/v1/{name}": does for name in others} | {"/embeddings": does, "/api/generate": does, "//": does}
-
-    async def scenario(this, engine, ask):
-        for path, hint in paths.items():
-            reader, _ = await ask(message({}, path))
-            status, _, body = await answer(reader)
-            text = json.loads(body)["error"]["message"]
-            assert status == 404, path
-            assert text.startswith(f"there is no such path; found {path}{hint}"), text
-            assert ("did you mean" in text) == (hint != does)
-
-    run(scenario)
+    for path, hint in paths.items():
+        status, _, body = await answered(ask(message({}, path)))
+        text = json.loads(body)["error"]["message"]
+        assert status == 404, path
+        assert text.startswith(f"there is no such path; found {path}{hint}"), text
+        assert ("did you mean" in text) == (hint != does)
 
 
-def test_no_cross_origin_by_default():
-    async def scenario(this, engine, ask):
-        reader, _ = await ask(message(b"", "/version", "GET", origin="https://a.example"))
-        assert "access-control-allow-origin" not in (await answer(reader))[1]
-        reader, _ = await ask(message(b"", PATH, "OPTIONS", origin="https://a.example"))
-        assert (await answer(reader))[0] == 405
-
-    run(scenario)
+@on_front()
+async def test_no_cross_origin_by_default(this, engine, ask):
+    reader, _ = await ask(message(b"", "/version", "GET", origin="https://a.example"))
+    assert "access-control-allow-origin" not in (await answer(reader))[1]
+    assert (await answered(ask(message(b"", PATH, "OPTIONS", origin="https://a.example"))))[0] == 405
 
 
 @pytest.mark.parametrize("prompts", [False, True])
@@ -568,8 +504,7 @@ def test_which_requests_with_an_error_count(error, begun, ends, capfd):
     """As in vLLM, a request that is refused counts nowhere, and a prompt counts with its first token. The tokens of refused
     prompts counted, and the log called them aborted."""
     async def scenario(this, engine, ask):
-        reader, _ = await ask(stream())
-        await engine.until(lambda e: e.requests)
+        reader, _ = await engine.gets(ask(stream()))
         request = engine.requests[0]
         if begun:
             engine.send(TokenOutput(request.id, (ROW.token_id,), None))
@@ -582,17 +517,14 @@ def test_which_requests_with_an_error_count(error, begun, ends, capfd):
     assert json.loads(capfd.readouterr().err.splitlines()[-1])["finish"] == "error"
 
 
-def test_each_sample_of_a_prompt_counts():
+@on_front()
+async def test_each_sample_of_a_prompt_counts(this, engine, ask):
     """As in vLLM: a request of n samples counted its prompt once, and its ends n times."""
-    async def scenario(this, engine, ask):
-        reader, _ = await ask(stream(stream=False, n=2, prompt="Once upon a time"))
-        await engine.until(lambda e: len(e.requests) == 2)
-        for request in engine.requests:
-            engine.send(TokenOutput(request.id, (ROW.token_id,), "length"))
-        await answer(reader)
-        assert counted(this) == (2 * len(engine.requests[0].prompt_token_ids), 2, {"length": 2})
-
-    run(scenario)
+    reader, _ = await engine.gets(ask(stream(stream=False, n=2, prompt="Once upon a time")), 2)
+    for request in engine.requests:
+        engine.send(TokenOutput(request.id, (ROW.token_id,), "length"))
+    await answer(reader)
+    assert counted(this) == (2 * len(engine.requests[0].prompt_token_ids), 2, {"length": 2})
 
 
 @pytest.mark.parametrize("made", [17, None])
@@ -602,8 +534,7 @@ def test_the_log_of_an_answer_without_a_stream_that_is_aborted(made, capfd, monk
     monkeypatch.setattr(generation, "_COUNT_SECONDS", 20 if made else 0.01)
 
     async def scenario(this, engine, ask):
-        _, writer = await ask(stream(stream=False))
-        await engine.until(lambda e: e.requests)
+        _, writer = await engine.gets(ask(stream(stream=False)))
         engine.made = made
         writer.transport.abort()
         await engine.until(lambda e: e.aborted)
@@ -616,43 +547,34 @@ def test_the_log_of_an_answer_without_a_stream_that_is_aborted(made, capfd, monk
     assert (line["status"], line["finish"], line["completion_tokens"]) == (499, "abort", made)
 
 
-def test_a_model_without_a_tokenizer():
-    async def scenario(this, engine, ask):
-        reader, _ = await ask(stream(stream=False))
-        status, _, body = await answer(reader)
-        assert status == 400
-        assert json.loads(body)["error"]["param"] == "prompt"
-        reader, _ = await ask(stream(stream=False, prompt=[1, 2], logprobs=1))
-        await engine.until(lambda e: e.requests)
-        row = TokenLogprobs(7, -1.0, 1, ((7, -1.0),))
-        engine.send(TokenOutput(engine.requests[0].id, (7,), "length", logprobs=(row,)))
-        _, _, body = await answer(reader)
-        assert json.loads(body)["choices"][0]["logprobs"]["tokens"] == ["token_id:7"]
-        reader, _ = await ask(stream(prompt=[1, 2]))
-        await engine.until(lambda e: len(e.requests) == 2)
-        await asyncio.sleep(0)
-        for i in range(3):
-            engine.send(TokenOutput(engine.requests[1].id, (7,), "length" if i == 2 else None))
-            if i == 0:
-                await reader.readuntil(b"data: ")
-
-    run(scenario, folder=False)
+@on_front(folder=False)
+async def test_a_model_without_a_tokenizer(this, engine, ask):
+    status, _, body = await answered(ask(stream(stream=False)))
+    assert status == 400
+    assert json.loads(body)["error"]["param"] == "prompt"
+    reader, _ = await engine.gets(ask(stream(stream=False, prompt=[1, 2], logprobs=1)))
+    row = TokenLogprobs(7, -1.0, 1, ((7, -1.0),))
+    engine.send(TokenOutput(engine.requests[0].id, (7,), "length", logprobs=(row,)))
+    _, _, body = await answer(reader)
+    assert json.loads(body)["choices"][0]["logprobs"]["tokens"] == ["token_id:7"]
+    reader, _ = await engine.gets(ask(stream(prompt=[1, 2])))
+    await asyncio.sleep(0)
+    for i in range(3):
+        engine.send(TokenOutput(engine.requests[1].id, (7,), "length" if i == 2 else None))
+        if i == 0:
+            await reader.readuntil(b"data: ")
 
 
-def test_an_unforeseen_exception_ends_one_request_only(capfd):
-    async def scenario(this, engine, ask):
-        reader, _ = await ask(stream(stream=False))
-        await engine.until(lambda e: e.requests)
-        other, _ = await ask(stream(stream=False))
-        await engine.until(lambda e: len(e.requests) == 2)
-        (broken,) = (own for own in this.generations if engine.requests[0].id in own._by_id)
-        broken.choices[0].stream.completion = None
-        for request in engine.requests:
-            engine.send(TokenOutput(request.id, (ROW.token_id,), "length"))
-        assert (await answer(reader))[0] == 500
-        assert (await answer(other))[0] == 200
-
-    run(scenario)
+@on_front()
+async def test_an_unforeseen_exception_ends_one_request_only(this, engine, ask, capfd):
+    reader, _ = await engine.gets(ask(stream(stream=False)))
+    other, _ = await engine.gets(ask(stream(stream=False)))
+    (broken,) = (own for own in this.generations if engine.requests[0].id in own._by_id)
+    broken.choices[0].stream.completion = None
+    for request in engine.requests:
+        engine.send(TokenOutput(request.id, (ROW.token_id,), "length"))
+    assert (await answer(reader))[0] == 500
+    assert (await answer(other))[0] == 200
 
 
 @pytest.mark.parametrize("names", [(), ("own",)])
@@ -680,20 +602,17 @@ def test_no_answer_has_a_path_of_the_server(tmp_path, names):
     asyncio.run(main())
 
 
-def test_a_path_of_a_proxy():
+@on_front(root_path="/a/b", api_keys=("sesame",))
+async def test_a_path_of_a_proxy(this, engine, ask):
     """With and without the prefix, for a proxy that removes it or not. Catches a prefix that avoids the key, and a page that
     calls another path."""
+    async def get(path, **headers):
+        status, _, body = await answer((await ask(message(b"", path, "GET", **headers)))[0])
+        return status, body
 
-    async def scenario(this, engine, ask):
-        async def get(path, **headers):
-            status, _, body = await answer((await ask(message(b"", path, "GET", **headers)))[0])
-            return status, body
-
-        key = {"x_api_key": "sesame"}
-        assert [(await get(path))[0] for path in ("/a/b/health", "/health", "/a/b", "/a/b/", "/")] == [200] * 5
-        assert [(await get(path))[0] for path in ("/a/b/v1/models", "/v1/models")] == [401] * 2
-        assert [(await get(path, **key))[0] for path in ("/a/b/v1/models", "/v1/models")] == [200] * 2
-        assert [(await get(path, **key))[0] for path in ("/a/v1/models", "/a/bv1/models", "/a/b/a/b/v1/models")] == [404] * 3
-        assert b'<base href="/a/b/">' in (await get("/a/b"))[1]
-
-    run(scenario, root_path="/a/b", api_keys=("sesame",))
+    key = {"x_api_key": "sesame"}
+    assert [(await get(path))[0] for path in ("/a/b/health", "/health", "/a/b", "/a/b/", "/")] == [200] * 5
+    assert [(await get(path))[0] for path in ("/a/b/v1/models", "/v1/models")] == [401] * 2
+    assert [(await get(path, **key))[0] for path in ("/a/b/v1/models", "/v1/models")] == [200] * 2
+    assert [(await get(path, **key))[0] for path in ("/a/v1/models", "/a/bv1/models", "/a/b/a/b/v1/models")] == [404] * 3
+    assert b'<base href="/a/b/">' in (await get("/a/b"))[1]

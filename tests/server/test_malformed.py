@@ -290,7 +290,7 @@ def cases():
                       b"\x00" * 100,
                       b'{"a": "\\ud800"}'):  # fmt: skip
             yield path, wrong, ("body", "prompt", "messages", "input", "tokens", "max_tokens")
-    for levels in range(880, 1000, 7):  # just readable, or just not
+    for levels in range(880, 1000, 30):  # just readable, or just not
         deep = b"[" * levels + b"]" * levels
         for name in ("prompt", "messages", "tools", "response_format", "stop", "metadata", "model", "n"):
             path = CHAT if name in ("messages", "tools", "response_format") else TEXT
@@ -354,13 +354,6 @@ def test_integral_floats_are_integers(tiny):
     status, found = tiny.post(TEXT, body | {"ignore_eos": True})
     assert status == 200, found
     assert found["usage"]["completion_tokens"] == 3
-
-
-def test_nulls_mean_not_set(tiny):
-    names = ("temperature", "top_p", "n", "seed", "stop", "logit_bias", "stream", "stream_options", "logprobs", "ignore_eos",
-             "user", "response_format", "suffix", "best_of", "chat_template", "metadata")  # fmt: skip
-    status, _ = tiny.post(TEXT, {"prompt": "a", "max_tokens": 1} | dict.fromkeys(names))
-    assert status == 200
 
 
 # What asks for nothing: in each API, whether it has the field or not.

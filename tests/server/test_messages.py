@@ -10,7 +10,7 @@ import json
 import anthropic
 import pytest
 from support.chats import Model, model_folders
-from support.server import answer, message
+from support.server import answered, message
 
 from minirt import Generator, SamplingParams
 from minirt.engine.request import TokenOutput
@@ -73,8 +73,7 @@ class Messages(Model):
         """Status and body of the answer to an HTTP request."""
 
         async def asking():
-            reader, _ = await self.ask(data)
-            status, _, body = await answer(reader)
+            status, _, body = await answered(self.ask(data))
             return status, body
 
         return await self.answered(asking(), text)
@@ -87,7 +86,7 @@ class Messages(Model):
         return error.value.api_message
 
 
-run = Messages.run
+run, on_model = Messages.run, Messages.on
 
 
 def _body(fields):
@@ -146,119 +145,106 @@ def test_streams_and_whole_answers_are_the_same(folders, name, text, expected, r
     run(folders[name], scenario)
 
 
-def test_the_events_of_a_stream(folders):
+@on_model("thinks")
+async def test_the_events_of_a_stream(model):
     """In the order of Anthropic's API: a block stops before the next one starts."""
-
-    async def scenario(model):
-        found = await model.events(f"<think>a</think>b {NOW_CALL}", tools=TOOLS)
-        start, *middle, delta, stop = found
-        assert (start.type, start.message.content, start.message.stop_reason) == ("message_start", [], None)
-        assert start.message.usage.input_tokens > 0
-        assert (delta.type, delta.delta.stop_reason, stop.type) == ("message_delta", "tool_use", "message_stop")
-        assert delta.usage.output_tokens > start.message.usage.output_tokens
-        order = []
-        for event in middle:
-            kind = event.delta.type if event.type == "content_block_delta" else event.type
-            if (kind, event.index) not in order:
-                order.append((kind, event.index))
-        starts = [event.content_block for event in middle if event.type == "content_block_start"]
-        assert order == [
-            ("content_block_start", 0), ("thinking_delta", 0), ("signature_delta", 0), ("content_block_stop", 0),
-            ("content_block_start", 1), ("text_delta", 1), ("content_block_stop", 1),
-            ("content_block_start", 2), ("input_json_delta", 2), ("content_block_stop", 2),
-        ]  # fmt: skip
-        assert [block.type for block in starts] == ["thinking", "text", "tool_use"]
-        assert (starts[0].thinking, starts[1].text, starts[2].input) == ("", "", {})
-
-    run(folders["thinks"], scenario)
+    found = await model.events(f"<think>a</think>b {NOW_CALL}", tools=TOOLS)
+    start, *middle, delta, stop = found
+    assert (start.type, start.message.content, start.message.stop_reason) == ("message_start", [], None)
+    assert start.message.usage.input_tokens > 0
+    assert (delta.type, delta.delta.stop_reason, stop.type) == ("message_delta", "tool_use", "message_stop")
+    assert delta.usage.output_tokens > start.message.usage.output_tokens
+    order = []
+    for event in middle:
+        kind = event.delta.type if event.type == "content_block_delta" else event.type
+        if (kind, event.index) not in order:
+            order.append((kind, event.index))
+    starts = [event.content_block for event in middle if event.type == "content_block_start"]
+    assert order == [
+        ("content_block_start", 0), ("thinking_delta", 0), ("signature_delta", 0), ("content_block_stop", 0),
+        ("content_block_start", 1), ("text_delta", 1), ("content_block_stop", 1),
+        ("content_block_start", 2), ("input_json_delta", 2), ("content_block_stop", 2),
+    ]  # fmt: skip
+    assert [block.type for block in starts] == ["thinking", "text", "tool_use"]
+    assert (starts[0].thinking, starts[1].text, starts[2].input) == ("", "", {})
 
 
-def test_an_answer_that_is_cut_off(folders):
+@on_model("hermes")
+async def test_an_answer_that_is_cut_off(model):
     """The input of a cut call has the values that are complete. A full context is another reason than max_tokens."""
-
-    async def scenario(model):
-        count = len(model.tokenizer.encode_plain("x"))
-        for cut, expected in (("rich", {}), (', "days"', {"city": "Zürich"}), ("3}", {"city": "Zürich"})):
-            text = CALL.partition(cut)[0] + ("3" if cut == "3}" else "")
-            count = len(model.tokenizer.encode_plain(text))
-            for limit, reason in ((count, "max_tokens"), (count + 1, "model_context_window_exceeded")):
-                found = await model.create(text, "length", tools=TOOLS, max_tokens=limit)
-                assert (blocks(found), found.stop_reason) == ([("weather", expected)], reason)
-                assert (await model.streamed(text, "length", tools=TOOLS, max_tokens=limit)).stop_reason == reason
-        found = await model.create("<think>so", "length", tools=TOOLS, max_tokens=count)
-        assert blocks(found) == ["<think>so"]
-
-    run(folders["hermes"], scenario)
+    count = len(model.tokenizer.encode_plain("x"))
+    for cut, expected in (("rich", {}), (', "days"', {"city": "Zürich"}), ("3}", {"city": "Zürich"})):
+        text = CALL.partition(cut)[0] + ("3" if cut == "3}" else "")
+        count = len(model.tokenizer.encode_plain(text))
+        for limit, reason in ((count, "max_tokens"), (count + 1, "model_context_window_exceeded")):
+            found = await model.create(text, "length", tools=TOOLS, max_tokens=limit)
+            assert (blocks(found), found.stop_reason) == ([("weather", expected)], reason)
+            assert (await model.streamed(text, "length", tools=TOOLS, max_tokens=limit)).stop_reason == reason
+    found = await model.create("<think>so", "length", tools=TOOLS, max_tokens=count)
+    assert blocks(found) == ["<think>so"]
 
 
-def test_numbers_of_an_input_are_those_of_the_model(folders):
+@on_model("hermes")
+async def test_numbers_of_an_input_are_those_of_the_model(model):
     """They pass as text: no float in between changes them, and what is too large for one stays."""
     text = '<tool_call>{"name": "now", "arguments": {"a": 123456789012345678901234567890, "b": 0.10, "c": 1e999}}</tool_call>'
-
-    async def scenario(model):
-        _, body = await model.asked(text, message(_body({"tools": TOOLS}), PATH))
-        assert b'{"a": 123456789012345678901234567890, "b": 0.10, "c": 1e999}' in body
-
-    run(folders["hermes"], scenario)
+    _, body = await model.asked(text, message(_body({"tools": TOOLS}), PATH))
+    assert b'{"a": 123456789012345678901234567890, "b": 0.10, "c": 1e999}' in body
 
 
-def test_stop_sequences(folders):
-    async def scenario(model):
-        text = "one two three four"
-        for stops, expected, which in (
-            (["x", "o three"], "one tw", "o three"), (["four", "two"], "one ", "two"), (["x"], text, None),
-        ):  # fmt: skip
-            reason = "end_turn" if which is None else "stop_sequence"
-            for found in (await model.create(text, stop_sequences=stops), await model.streamed(text, stop_sequences=stops)):
-                assert (blocks(found), found.stop_reason, found.stop_sequence) == ([expected], reason, which)
-        # One that ends an answer with a call is still the reason.
-        found = await model.create(f"{NOW_CALL} END", stop_sequences=["END"], tools=TOOLS)
-        assert (blocks(found), found.stop_reason) == ([("now", {})], "stop_sequence")
-        assert (await model.refused(stop_sequences=[""])).startswith("stop_sequences")
-
-    run(folders["hermes"], scenario)
+@on_model("hermes")
+async def test_stop_sequences(model):
+    text = "one two three four"
+    for stops, expected, which in (
+        (["x", "o three"], "one tw", "o three"), (["four", "two"], "one ", "two"), (["x"], text, None),
+    ):  # fmt: skip
+        reason = "end_turn" if which is None else "stop_sequence"
+        for found in (await model.create(text, stop_sequences=stops), await model.streamed(text, stop_sequences=stops)):
+            assert (blocks(found), found.stop_reason, found.stop_sequence) == ([expected], reason, which)
+    # One that ends an answer with a call is still the reason.
+    found = await model.create(f"{NOW_CALL} END", stop_sequences=["END"], tools=TOOLS)
+    assert (blocks(found), found.stop_reason) == ([("now", {})], "stop_sequence")
+    assert (await model.refused(stop_sequences=[""])).startswith("stop_sequences")
 
 
-def test_what_the_model_sees_of_a_conversation(folders):
-    async def scenario(model):
-        marked = {"cache_control": {"type": "ephemeral"}}
-        conversation = [
-            {"role": "user", "content": [{"type": "text", "text": "a"} | marked, {"type": "text", "text": "b"}]},
-            {"role": "user", "content": "c"},
-            {"role": "assistant", "content": [
-                {"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "redacted_thinking", "data": "x"},
-                {"type": "text", "text": "Let me see."}, {"type": "tool_use", "id": "t1", "name": "now", "input": {}},
-                {"type": "tool_use", "id": "t2", "name": "weather", "input": {"city": "Zürich"}} | marked]},
-            {"role": "user", "content": [
-                {"type": "tool_result", "tool_use_id": "t1", "content": "noon"},
-                {"type": "tool_result", "tool_use_id": "t2", "is_error": True,
-                 "content": [{"type": "text", "text": "no"}, {"type": "text", "text": "rain"}]} | marked,
-                {"type": "text", "text": "d"}]},
-            {"role": "assistant", "content": [{"type": "tool_use", "id": "t3", "name": "now", "input": {}}]},
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t3"}]},
-        ]  # fmt: skip
-        system = [{"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=1a2b3;"},
-                  {"type": "text", "text": "You are"} | marked, {"type": "text", "text": "kind."}]  # fmt: skip
-        await model.create("e", messages=conversation, system=system, tools=[WEATHER | marked])
-        function = {"name": "weather", "description": "Tells it.", "parameters": CITY}
-        assert model.prompt == (
-            json.dumps([{"type": "function", "function": function}]) + "\nsystem: You are\nkind.\nuser: a\nb\nc\n"
-            'assistant: Let me see. (hm) t1=now{} t2=weather{"city": "Zürich"}\n'
-            "tool[t1]: noon\ntool[t2]: Error: no\nrain\nuser: d\nassistant:  t3=now{}\ntool[t3]: \nbot:"
-        )
-        await model.create("e", system="Be kind.")
-        assert model.prompt == "system: Be kind.\nuser: Weather?\nbot:"
-        await model.create("e", system="Be kind.", messages=[{"role": "system", "content": "Always."}, *USER])
-        assert model.prompt == "system: Be kind.\nAlways.\nuser: Weather?\nbot:"
-        await model.create("e", system=system[:1])
-        assert model.prompt == "user: Weather?\nbot:"
-        # The model goes on with the assistant's last message.
-        found = await model.create(" two", messages=[*USER, {"role": "assistant", "content": "one"}])
-        assert model.prompt == "user: Weather?\nassistant: one"
-        assert blocks(found) == [" two"]
-        assert (await model.refused(messages=conversation[:3])).startswith("messages[2]")
-
-    run(folders["shown"], scenario)
+@on_model("shown")
+async def test_what_the_model_sees_of_a_conversation(model):
+    marked = {"cache_control": {"type": "ephemeral"}}
+    conversation = [
+        {"role": "user", "content": [{"type": "text", "text": "a"} | marked, {"type": "text", "text": "b"}]},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "redacted_thinking", "data": "x"},
+            {"type": "text", "text": "Let me see."}, {"type": "tool_use", "id": "t1", "name": "now", "input": {}},
+            {"type": "tool_use", "id": "t2", "name": "weather", "input": {"city": "Zürich"}} | marked]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "t1", "content": "noon"},
+            {"type": "tool_result", "tool_use_id": "t2", "is_error": True,
+             "content": [{"type": "text", "text": "no"}, {"type": "text", "text": "rain"}]} | marked,
+            {"type": "text", "text": "d"}]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t3", "name": "now", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t3"}]},
+    ]  # fmt: skip
+    system = [{"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=1a2b3;"},
+              {"type": "text", "text": "You are"} | marked, {"type": "text", "text": "kind."}]  # fmt: skip
+    await model.create("e", messages=conversation, system=system, tools=[WEATHER | marked])
+    function = {"name": "weather", "description": "Tells it.", "parameters": CITY}
+    assert model.prompt == (
+        json.dumps([{"type": "function", "function": function}]) + "\nsystem: You are\nkind.\nuser: a\nb\nc\n"
+        'assistant: Let me see. (hm) t1=now{} t2=weather{"city": "Zürich"}\n'
+        "tool[t1]: noon\ntool[t2]: Error: no\nrain\nuser: d\nassistant:  t3=now{}\ntool[t3]: \nbot:"
+    )
+    await model.create("e", system="Be kind.")
+    assert model.prompt == "system: Be kind.\nuser: Weather?\nbot:"
+    await model.create("e", system="Be kind.", messages=[{"role": "system", "content": "Always."}, *USER])
+    assert model.prompt == "system: Be kind.\nAlways.\nuser: Weather?\nbot:"
+    await model.create("e", system=system[:1])
+    assert model.prompt == "user: Weather?\nbot:"
+    # The model goes on with the assistant's last message.
+    found = await model.create(" two", messages=[*USER, {"role": "assistant", "content": "one"}])
+    assert model.prompt == "user: Weather?\nassistant: one"
+    assert blocks(found) == [" two"]
+    assert (await model.refused(messages=conversation[:3])).startswith("messages[2]")
 
 
 def test_thinking(folders, capfd):
@@ -324,14 +310,12 @@ def test_tool_choice(folders):
     run(folders["plain"], unknown)
 
 
-def test_structured_output(folders):
-    async def scenario(model):
-        form = {"type": "json_schema", "schema": CITY}
-        assert blocks(await model.create('{"city": "x"}', output_config={"format": form})) == ['{"city": "x"}']
-        assert json.loads(model.last.sampling.structured_outputs.json) == CITY
-        assert (await model.refused(output_config={"format": {"type": "xml"}})).startswith("output_config.format")
-
-    run(folders["plain"], scenario)
+@on_model("plain")
+async def test_structured_output(model):
+    form = {"type": "json_schema", "schema": CITY}
+    assert blocks(await model.create('{"city": "x"}', output_config={"format": form})) == ['{"city": "x"}']
+    assert json.loads(model.last.sampling.structured_outputs.json) == CITY
+    assert (await model.refused(output_config={"format": {"type": "xml"}})).startswith("output_config.format")
 
 
 def test_what_is_ignored_is_in_the_log_once(folders, capfd):
@@ -361,86 +345,75 @@ def test_what_is_ignored_is_in_the_log_once(folders, capfd):
     assert "cache_control" not in err
 
 
-def test_tokens_are_counted_as_they_are_sent(folders):
+@on_model("hermes", max_len=500)
+async def test_tokens_are_counted_as_they_are_sent(model):
     """The tokens of the prompt that the engine gets, also of one that is too long for it."""
-
-    async def scenario(model):
-        fields = {"tools": TOOLS, "system": "Be kind.", "messages": [*USER, {"role": "assistant", "content": "It"}]}
-        found = await model.create("a", cached=5, **fields)
-        counted = await model.client.messages.count_tokens(model="fake", **fields)
-        assert counted.input_tokens == len(model.last.prompt_token_ids)
-        usage = found.usage
-        assert (usage.input_tokens, usage.cache_read_input_tokens) == (counted.input_tokens - 5, 5)
-        assert (usage.output_tokens, usage.cache_creation_input_tokens) == (2, 0)
-        assert (await model.streamed("a", cached=5, **fields)).usage == usage
-        long = [{"role": "user", "content": "word " * 10_000}]
-        assert (await model.client.messages.count_tokens(model="fake", messages=long)).input_tokens >= 10_000
-        assert "too long" in await model.refused(messages=long)
-
-    run(folders["hermes"], scenario, max_len=500)
+    fields = {"tools": TOOLS, "system": "Be kind.", "messages": [*USER, {"role": "assistant", "content": "It"}]}
+    found = await model.create("a", cached=5, **fields)
+    counted = await model.client.messages.count_tokens(model="fake", **fields)
+    assert counted.input_tokens == len(model.last.prompt_token_ids)
+    usage = found.usage
+    assert (usage.input_tokens, usage.cache_read_input_tokens) == (counted.input_tokens - 5, 5)
+    assert (usage.output_tokens, usage.cache_creation_input_tokens) == (2, 0)
+    assert (await model.streamed("a", cached=5, **fields)).usage == usage
+    long = [{"role": "user", "content": "word " * 10_000}]
+    assert (await model.client.messages.count_tokens(model="fake", messages=long)).input_tokens >= 10_000
+    assert "too long" in await model.refused(messages=long)
 
 
 # --- errors ---
 
 
-def test_an_error_later_is_an_event_that_the_client_raises(folders):
-    async def scenario(model):
-        stream = asyncio.create_task(model.client.messages.create(**_body({"stream": True})))
-        await model.engine.until(lambda e: e.requests)
-        model.engine.send(TokenOutput(model.last.id, tuple(model.tokenizer.encode_plain("a")), None))
-        found, events = [], await stream
+@on_model("plain")
+async def test_an_error_later_is_an_event_that_the_client_raises(model):
+    stream = asyncio.create_task(model.client.messages.create(**_body({"stream": True})))
+    await model.engine.until(lambda e: e.requests)
+    model.engine.send(TokenOutput(model.last.id, tuple(model.tokenizer.encode_plain("a")), None))
+    found, events = [], await stream
 
-        async def read():
-            async for event in events:
-                if not found:
-                    model.engine.send(TokenOutput(model.last.id, (), "error", NumericsError("NaN")))
-                found.append(event.type)
+    async def read():
+        async for event in events:
+            if not found:
+                model.engine.send(TokenOutput(model.last.id, (), "error", NumericsError("NaN")))
+            found.append(event.type)
 
-        with pytest.raises(anthropic.APIStatusError) as error:
-            await read()
-        assert (error.value.type, error.value.api_message) == ("api_error", "NaN")
-        assert found[0] == "message_start"
-        assert "message_stop" not in found
-
-    run(folders["plain"], scenario)
+    with pytest.raises(anthropic.APIStatusError) as error:
+        await read()
+    assert (error.value.type, error.value.api_message) == ("api_error", "NaN")
+    assert found[0] == "message_start"
+    assert "message_stop" not in found
 
 
-def test_errors_before_the_endpoint(folders):
+@on_model("plain", api_keys=("one", "two"), max_body_size=4096, request_timeout=0.2)
+async def test_errors_before_the_endpoint(model):
     """Of the key, the path, the method, the size, the JSON and the time; other paths keep OpenAI's form."""
-
-    async def scenario(model):
-        key = {"x_api_key": "one"}
-        for data, status, kind in (
-            (message({}, PATH), 401, "authentication_error"),
-            (message({}, COUNT, x_api_key="three"), 401, "authentication_error"),
-            (message({}, PATH, authorization="Bearer three"), 401, "authentication_error"),
-            (message({}, PATH, authorization="one"), 401, "authentication_error"),
-            (message({}, PATH, authorization="Basic one"), 401, "authentication_error"),
-            (message({}, "/v1/messages/batches", **key), 404, "not_found_error"),
-            (message({}, PATH, "GET", **key), 405, "invalid_request_error"),
-            (message(b"x" * 5000, PATH, **key), 413, "request_too_large"),
-            (message(b"{", PATH, **key), 400, "invalid_request_error"),
-            (message(_body({"model": "other"}), COUNT, authorization="Bearer two"), 404, "not_found_error"),
-            (message({}, PATH, x_api_key="three", authorization="bearer two"), 400, "invalid_request_error"),
-            (message({}, PATH, authorization="Bearer three", **key), 400, "invalid_request_error"),
-            (message(_body({}), PATH, **key), 504, "timeout_error"),
-        ):  # fmt: skip
-            reader, _ = await model.ask(data)
-            found, headers, body = await answer(reader)
-            content = json.loads(body)
-            assert (found, content["type"], content["error"]["type"]) == (status, "error", kind), data
-            assert content["request_id"] == headers["request-id"]
-            assert content["error"].keys() == {"type", "message"}
-        reader, _ = await model.ask(message({}, "/v1/chat/completions", x_api_key="one"))
-        found, headers, body = await answer(reader)
-        assert (found, json.loads(body)["error"]["param"]) == (400, "messages")
-        assert "request-id" not in headers
-        model.front.draining = True
-        reader, _ = await model.ask(message(_body({}), PATH, x_api_key="one"))
-        found, _, body = await answer(reader)
-        assert (found, json.loads(body)["error"]["type"]) == (503, "overloaded_error")
-
-    run(folders["plain"], scenario, api_keys=("one", "two"), max_body_size=4096, request_timeout=0.2)
+    key = {"x_api_key": "one"}
+    for data, status, kind in (
+        (message({}, PATH), 401, "authentication_error"),
+        (message({}, COUNT, x_api_key="three"), 401, "authentication_error"),
+        (message({}, PATH, authorization="Bearer three"), 401, "authentication_error"),
+        (message({}, PATH, authorization="one"), 401, "authentication_error"),
+        (message({}, PATH, authorization="Basic one"), 401, "authentication_error"),
+        (message({}, "/v1/messages/batches", **key), 404, "not_found_error"),
+        (message({}, PATH, "GET", **key), 405, "invalid_request_error"),
+        (message(b"x" * 5000, PATH, **key), 413, "request_too_large"),
+        (message(b"{", PATH, **key), 400, "invalid_request_error"),
+        (message(_body({"model": "other"}), COUNT, authorization="Bearer two"), 404, "not_found_error"),
+        (message({}, PATH, x_api_key="three", authorization="bearer two"), 400, "invalid_request_error"),
+        (message({}, PATH, authorization="Bearer three", **key), 400, "invalid_request_error"),
+        (message(_body({}), PATH, **key), 504, "timeout_error"),
+    ):  # fmt: skip
+        found, headers, body = await answered(model.ask(data))
+        content = json.loads(body)
+        assert (found, content["type"], content["error"]["type"]) == (status, "error", kind), data
+        assert content["request_id"] == headers["request-id"]
+        assert content["error"].keys() == {"type", "message"}
+    found, headers, body = await answered(model.ask(message({}, "/v1/chat/completions", x_api_key="one")))
+    assert (found, json.loads(body)["error"]["param"]) == (400, "messages")
+    assert "request-id" not in headers
+    model.front.draining = True
+    found, _, body = await answered(model.ask(message(_body({}), PATH, x_api_key="one")))
+    assert (found, json.loads(body)["error"]["type"]) == (503, "overloaded_error")
 
 
 # --- a real server ---

@@ -12,7 +12,7 @@ import re
 
 import pytest
 from support.package import ROOT
-from support.server import answer, events, front, message
+from support.server import answered, events, front, message
 
 from minirt import SamplingParams
 from minirt.errors import InputError
@@ -63,8 +63,7 @@ def test_it_needs_no_key_and_the_api_does():
         async with front(None, api_keys=("sesame",), metrics_need_key=True) as (_, _, ask):
             found = {}
             for path in ("/", "/v1/models", "/metrics", "/model_info"):
-                reader, _ = await ask(message(b"", path, "GET"))
-                found[path] = (await answer(reader))[0]
+                found[path] = (await answered(ask(message(b"", path, "GET"))))[0]
             assert found == {"/": 200, "/v1/models": 401, "/metrics": 401, "/model_info": 401}
 
     asyncio.run(work())

@@ -8,7 +8,7 @@ import asyncio
 import json
 
 import pytest
-from support.server import answer, events, front, message
+from support.server import answer, answered, events, front, message
 from support.vocabularies import llama_like, save
 
 from minirt.engine.request import TokenLogprobs, TokenOutput
@@ -57,13 +57,10 @@ TEXT = " there was\n    a"
 
 
 @pytest.mark.parametrize("echo", [False, True])
-@pytest.mark.parametrize(
-    ("prompt", "before", "first"),
-    [
-        ("Once upon a time", "Once upon a time", []), (["<s>", "▁Once", "▁upon"], "Once upon", []), (["<s>"], "", []),
-        (["▁a", "<0xE4>", "<0xBD>"], "a", ["<0xA0>"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("prompt", "before", "first"), [
+    ("Once upon a time", "Once upon a time", []), (["<s>", "▁Once", "▁upon"], "Once upon", []), (["<s>"], "", []),
+    (["▁a", "<0xE4>", "<0xBD>"], "a", ["<0xA0>"]),
+])  # fmt: skip
 def test_completions_continue_the_prompt_and_offsets_are_places_in_the_text(folder, tokenizer, prompt, before, first, echo):
     """Also prompts without text, and one that ends inside a character, which then belongs to the completion."""
     prompt = prompt if isinstance(prompt, str) else [tokenizer.token_id(own) for own in prompt]
@@ -109,13 +106,10 @@ def test_responses_and_messages_continue_the_prompt(folder, tokenizer):
     assert json.loads(data)["content"] == [{"type": "text", "text": TEXT}]
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}), ("/v1/responses", {"input": "a"}),
-        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("path", "body"), [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}), ("/v1/responses", {"input": "a"}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9}),
+])  # fmt: skip
 def test_the_engine_learns_where_the_history_ends(folder, tokenizer, path, body):
     """In all APIs; and only an engine that keeps states, since it costs a second rendering of the template."""
     for keeps in (True, False):
@@ -145,8 +139,7 @@ def test_a_stop_string_with_a_special_token_and_more_is_refused(folder, path):
     async def run():
         async with front(folder) as (_, _, ask):
             own = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
-            reader, _ = await ask(message({"model": "fake", "stop": ["</s>\n"]} | own, path))
-            return await answer(reader)
+            return await answered(ask(message({"model": "fake", "stop": ["</s>\n"]} | own, path)))
 
     status, *_, data = asyncio.run(run())
     error = json.loads(data)["error"]

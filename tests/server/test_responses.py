@@ -59,7 +59,7 @@ class Responses(Model):
         return error.value.param
 
 
-run = Responses.run
+run, on_model = Responses.run, Responses.on
 
 
 @pytest.fixture(scope="module")
@@ -163,103 +163,90 @@ def test_streams_and_whole_answers_are_the_same(folders, model, text, items):
     run(folders[model], scenario)
 
 
-def test_deltas_do_not_wait_for_the_end(folders):
-    async def scenario(model):
-        events = await model.events(f"It is so, and not so.</think>So it is so. {CALL}", tools=TOOLS, extra_body=OPENED)
-        kinds = [event.type for event in events]
-        for kind in ("reasoning_text", "output_text", "function_call_arguments"):
-            assert kinds.count(f"response.{kind}.delta") > 2
-
-    run(folders["opens"], scenario)
+@on_model("opens")
+async def test_deltas_do_not_wait_for_the_end(model):
+    events = await model.events(f"It is so, and not so.</think>So it is so. {CALL}", tools=TOOLS, extra_body=OPENED)
+    kinds = [event.type for event in events]
+    for kind in ("reasoning_text", "output_text", "function_call_arguments"):
+        assert kinds.count(f"response.{kind}.delta") > 2
 
 
-def test_the_stream_helper_of_the_client(folders):
+@on_model("hermes")
+async def test_the_stream_helper_of_the_client(model):
     class Place(pydantic.BaseModel):
         city: str
+    async def read(**fields):
+        async with model.client.responses.stream(model="fake", input="Where?", **fields) as stream:
+            kinds = [event.type async for event in stream]
+            return kinds, await stream.get_final_response()
 
-    async def scenario(model):
-        async def read(**fields):
-            async with model.client.responses.stream(model="fake", input="Where?", **fields) as stream:
-                kinds = [event.type async for event in stream]
-                return kinds, await stream.get_final_response()
-
-        kinds, found = await model.answered(read(text_format=Place), '{"city": "Ur"}')
-        assert kinds[-1] == "response.completed"
-        assert found.output_parsed == Place(city="Ur")
-        kinds, found = await model.answered(read(tools=TOOLS), f"So {CALL}")
-        assert [item.type for item in found.output] == ["message", "function_call"]
-        parsed = await model.answered(model.client.responses.parse(model="fake", input="a", text_format=Place), '{"city": "Ur"}')
-        assert parsed.output_parsed == Place(city="Ur")
-
-    run(folders["hermes"], scenario)
+    kinds, found = await model.answered(read(text_format=Place), '{"city": "Ur"}')
+    assert kinds[-1] == "response.completed"
+    assert found.output_parsed == Place(city="Ur")
+    kinds, found = await model.answered(read(tools=TOOLS), f"So {CALL}")
+    assert [item.type for item in found.output] == ["message", "function_call"]
+    parsed = await model.answered(model.client.responses.parse(model="fake", input="a", text_format=Place), '{"city": "Ur"}')
+    assert parsed.output_parsed == Place(city="Ur")
 
 
-def test_the_usage(folders):
+@on_model("opens")
+async def test_the_usage(model):
     """Reasoning ends with the token that completes its text; the marker after it does not count."""
+    async def sent(before, after):
+        ids = [model.tokenizer.encode_plain(own) for own in (before, f"</think>{after}")]
+        asked = asyncio.create_task(model.respond("", extra_body=OPENED))
+        count = len(model.engine.requests)
+        await model.engine.until(lambda e: len(e.requests) > count)
+        model.engine.send(TokenOutput(model.last.id, (*ids[0], *ids[1]), "length", num_cached=3))
+        return (await asked).usage, len(ids[0]), len(ids[0] + ids[1])
 
-    async def scenario(model):
-        async def sent(before, after):
-            ids = [model.tokenizer.encode_plain(own) for own in (before, f"</think>{after}")]
-            asked = asyncio.create_task(model.respond("", extra_body=OPENED))
-            count = len(model.engine.requests)
-            await model.engine.until(lambda e: len(e.requests) > count)
-            model.engine.send(TokenOutput(model.last.id, (*ids[0], *ids[1]), "length", num_cached=3))
-            return (await asked).usage, len(ids[0]), len(ids[0] + ids[1])
-
-        for before, after in ((" Hm, é, 京. And so on", "Yes."), (" Hm", "")):
-            usage, reasoning, generated = await sent(before, after)
-            assert usage.output_tokens_details.reasoning_tokens == reasoning
-            assert usage.output_tokens == generated
-            assert usage.input_tokens == len(model.last.prompt_token_ids)
-            assert usage.input_tokens_details.cached_tokens == 3
-            assert usage.total_tokens == usage.input_tokens + generated
-
-    run(folders["opens"], scenario)
+    for before, after in ((" Hm, é, 京. And so on", "Yes."), (" Hm", "")):
+        usage, reasoning, generated = await sent(before, after)
+        assert usage.output_tokens_details.reasoning_tokens == reasoning
+        assert usage.output_tokens == generated
+        assert usage.input_tokens == len(model.last.prompt_token_ids)
+        assert usage.input_tokens_details.cached_tokens == 3
+        assert usage.total_tokens == usage.input_tokens + generated
 
 
-def test_answers_that_are_cut_off(folders):
+@on_model("opens")
+async def test_answers_that_are_cut_off(model):
     """Within the text, the arguments, and the reasoning."""
-
-    async def scenario(model):
-        for text, items in (
-            ("x</think>y<tool_c", [("reasoning", "x", "completed"), ("message", "y<tool_c", "incomplete")]),
-            (f"</think>{CALL.partition('rich')[0]}", [("function_call", "weather", '{"city": "Zü', "incomplete")]),
-            ("x</thi", [("reasoning", "x</thi", "incomplete")]),
-        ):
-            fields = {"tools": TOOLS, "max_output_tokens": 50, "extra_body": OPENED}
-            found = await model.respond(text, reason="length", **fields)
-            streamed = told(await model.events(text, reason="length", **fields))
-            for own in (found, streamed):
-                assert (own.status, own.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-                assert [(*shown(item), item.status) for item in own.output] == items
-            assert model.last.sampling.max_tokens == 50
-
-    run(folders["opens"], scenario)
+    for text, items in (
+        ("x</think>y<tool_c", [("reasoning", "x", "completed"), ("message", "y<tool_c", "incomplete")]),
+        (f"</think>{CALL.partition('rich')[0]}", [("function_call", "weather", '{"city": "Zü', "incomplete")]),
+        ("x</thi", [("reasoning", "x</thi", "incomplete")]),
+    ):
+        fields = {"tools": TOOLS, "max_output_tokens": 50, "extra_body": OPENED}
+        found = await model.respond(text, reason="length", **fields)
+        streamed = told(await model.events(text, reason="length", **fields))
+        for own in (found, streamed):
+            assert (own.status, own.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+            assert [(*shown(item), item.status) for item in own.output] == items
+        assert model.last.sampling.max_tokens == 50
 
 
-def test_what_a_response_repeats(folders):
-    async def scenario(model):
-        fields = {
-            "instructions": "Be brief.", "metadata": {"a": "b"}, "temperature": 0.5, "top_p": 0.25, "user": "me",
-            "tools": TOOLS, "tool_choice": "none", "parallel_tool_calls": False, "store": True, "truncation": "disabled",
-            "text": {"format": {"type": "json_object"}, "verbosity": "medium"}, "include": ["reasoning.encrypted_content"],
-            "reasoning": {"summary": "auto"}, "background": False, "max_output_tokens": 99, "top_logprobs": 0,
-        }  # fmt: skip
-        found = await model.respond("{}", **fields)
-        assert found.store is False  # pydantic keeps fields that it does not know
-        assert (found.instructions, found.metadata, found.temperature, found.top_p, found.user) == (
-            "Be brief.", {"a": "b"}, 0.5, 0.25, "me",
-        )  # fmt: skip
-        assert (found.tool_choice, found.parallel_tool_calls, found.max_output_tokens) == ("none", False, 99)
-        assert [(tool.name, tool.parameters) for tool in found.tools] == [("weather", WEATHER["parameters"]), ("now", None)]
-        assert found.text.format.type == "json_object"
-        assert (found.model, found.truncation, found.previous_response_id) == ("fake", "disabled", None)
-        sampling = model.last.sampling
-        assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.5, 0.25, 99)
-        bare = await model.respond("a")
-        assert (bare.tools, bare.tool_choice, bare.metadata, bare.text.format.type) == ([], "auto", {}, "text")
-
-    run(folders["hermes"], scenario)
+@on_model("hermes")
+async def test_what_a_response_repeats(model):
+    fields = {
+        "instructions": "Be brief.", "metadata": {"a": "b"}, "temperature": 0.5, "top_p": 0.25, "user": "me",
+        "tools": TOOLS, "tool_choice": "none", "parallel_tool_calls": False, "store": True, "truncation": "disabled",
+        "text": {"format": {"type": "json_object"}, "verbosity": "medium"}, "include": ["reasoning.encrypted_content"],
+        "reasoning": {"summary": "auto"}, "background": False, "max_output_tokens": 99, "top_logprobs": 0,
+    }  # fmt: skip
+    found = await model.respond("{}", **fields)
+    assert found.store is False  # pydantic keeps fields that it does not know
+    assert (found.instructions, found.metadata, found.temperature, found.top_p, found.user) == (
+        "Be brief.", {"a": "b"}, 0.5, 0.25, "me",
+    )  # fmt: skip
+    assert (found.tool_choice, found.parallel_tool_calls, found.max_output_tokens) == ("none", False, 99)
+    assert [(tool.name, tool.parameters) for tool in found.tools] == [("weather", WEATHER["parameters"]), ("now", None)]
+    assert found.text.format.type == "json_object"
+    assert (found.model, found.truncation, found.previous_response_id) == ("fake", "disabled", None)
+    sampling = model.last.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.5, 0.25, 99)
+    bare = await model.respond("a")
+    assert (bare.tools, bare.tool_choice, bare.metadata, bare.text.format.type) == ([], "auto", {}, "text")
 
 
 def test_items_become_messages(history, capsys):
@@ -359,29 +346,27 @@ def test_efforts(folders, history, capfd):
         assert capfd.readouterr().err.count("ignored: reasoning.effort") == 1
 
 
-def test_choices_of_tools(folders):
-    async def scenario(model):
-        arguments = '{"city": "Zürich", "days": 3}'
-        listed = f'[{{"name": "weather", "arguments": {arguments}}}]'
-        for choice, text in (("required", listed), ({"type": "function", "name": "weather"}, arguments)):
-            found = await model.respond(text, tools=TOOLS, tool_choice=choice)
-            assert [shown(item) for item in found.output] == [ZURICH]
-            assert [shown(item) for item in told(await model.events(text, tools=TOOLS, tool_choice=choice)).output] == [ZURICH]
-            schema = json.loads(model.last.sampling.structured_outputs.json)
-            if choice == "required":
-                names = [own["properties"]["name"] for own in schema["items"]["anyOf"]]
-                assert names == [{"const": "weather"}, {"const": "now"}]
-            else:
-                assert schema == WEATHER["parameters"]
-        await model.respond(listed, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
-        assert json.loads(model.last.sampling.structured_outputs.json)["maxItems"] == 1
-        found = await model.respond(NOW_CALL + CALL, tools=TOOLS, parallel_tool_calls=False)
-        assert [shown(item) for item in found.output] == [NOON]
-        found = await model.respond(CALL, tools=TOOLS, tool_choice="none")
-        assert [shown(item) for item in found.output] == [("message", CALL)]
-        assert "weather" in model.prompt
-
-    run(folders["hermes"], scenario)
+@on_model("hermes")
+async def test_choices_of_tools(model):
+    arguments = '{"city": "Zürich", "days": 3}'
+    listed = f'[{{"name": "weather", "arguments": {arguments}}}]'
+    for choice, text in (("required", listed), ({"type": "function", "name": "weather"}, arguments)):
+        found = await model.respond(text, tools=TOOLS, tool_choice=choice)
+        assert [shown(item) for item in found.output] == [ZURICH]
+        assert [shown(item) for item in told(await model.events(text, tools=TOOLS, tool_choice=choice)).output] == [ZURICH]
+        schema = json.loads(model.last.sampling.structured_outputs.json)
+        if choice == "required":
+            names = [own["properties"]["name"] for own in schema["items"]["anyOf"]]
+            assert names == [{"const": "weather"}, {"const": "now"}]
+        else:
+            assert schema == WEATHER["parameters"]
+    await model.respond(listed, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+    assert json.loads(model.last.sampling.structured_outputs.json)["maxItems"] == 1
+    found = await model.respond(NOW_CALL + CALL, tools=TOOLS, parallel_tool_calls=False)
+    assert [shown(item) for item in found.output] == [NOON]
+    found = await model.respond(CALL, tools=TOOLS, tool_choice="none")
+    assert [shown(item) for item in found.output] == [("message", CALL)]
+    assert "weather" in model.prompt
 
 
 def test_tools_that_are_no_functions(folders, capfd):
@@ -403,35 +388,31 @@ def test_tools_that_are_no_functions(folders, capfd):
     assert all(err.count(kind) == 1 for kind in ("local_shell", "custom", "web_search", "mcp"))
 
 
-def test_formats_of_the_text(folders):
-    async def scenario(model):
-        schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-        form = {"type": "json_schema", "name": "own", "schema": schema, "strict": True}
-        found = await model.respond('Hm</think>{"a": 1}', text={"format": form}, extra_body=OPENED)
-        assert [shown(item) for item in found.output] == [("reasoning", "Hm"), ("message", '{"a": 1}')]
-        spec = model.last.sampling.structured_outputs
-        assert (json.loads(spec.json), spec.reasoning_end) == (schema, "</think>")
-        await model.respond("{}", text={"format": {"type": "json_object"}})
-        assert model.last.sampling.structured_outputs.json_object
-        await model.respond("a", text={"format": {"type": "text"}})
-        assert model.last.sampling.structured_outputs is None
-        await model.respond("1", extra_body={"structured_outputs": {"regex": "1"}, "seed": 7, "top_k": 3})
-        assert (model.last.sampling.structured_outputs.regex, model.last.sampling.seed, model.last.sampling.top_k) == ("1", 7, 3)
-        both = {"text": {"format": {"type": "json_object"}}, "extra_body": {"structured_outputs": {"regex": "1"}}}
-        assert await model.refused(**both) == "structured_outputs"
-
-    run(folders["opens"], scenario)
+@on_model("opens")
+async def test_formats_of_the_text(model):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_schema", "name": "own", "schema": schema, "strict": True}
+    found = await model.respond('Hm</think>{"a": 1}', text={"format": form}, extra_body=OPENED)
+    assert [shown(item) for item in found.output] == [("reasoning", "Hm"), ("message", '{"a": 1}')]
+    spec = model.last.sampling.structured_outputs
+    assert (json.loads(spec.json), spec.reasoning_end) == (schema, "</think>")
+    await model.respond("{}", text={"format": {"type": "json_object"}})
+    assert model.last.sampling.structured_outputs.json_object
+    await model.respond("a", text={"format": {"type": "text"}})
+    assert model.last.sampling.structured_outputs is None
+    await model.respond("1", extra_body={"structured_outputs": {"regex": "1"}, "seed": 7, "top_k": 3})
+    assert (model.last.sampling.structured_outputs.regex, model.last.sampling.seed, model.last.sampling.top_k) == ("1", 7, 3)
+    both = {"text": {"format": {"type": "json_object"}}, "extra_body": {"structured_outputs": {"regex": "1"}}}
+    assert await model.refused(**both) == "structured_outputs"
 
 
-def test_nothing_is_stored(folders):
-    async def scenario(model):
-        for ask in (model.client.responses.retrieve, model.client.responses.delete, model.client.responses.cancel):
-            with pytest.raises(openai.NotFoundError, match="not stored") as error:
-                await ask("resp_1")
-            assert error.value.param == "store"
-        assert await model.refused(previous_response_id="resp_1") == "previous_response_id"
-
-    run(folders["plain"], scenario)
+@on_model("plain")
+async def test_nothing_is_stored(model):
+    for ask in (model.client.responses.retrieve, model.client.responses.delete, model.client.responses.cancel):
+        with pytest.raises(openai.NotFoundError, match="not stored") as error:
+            await ask("resp_1")
+        assert error.value.param == "store"
+    assert await model.refused(previous_response_id="resp_1") == "previous_response_id"
 
 
 def test_an_error_within_a_stream(folders):

@@ -9,7 +9,7 @@ import json
 import openai
 import pytest
 from support.chats import TEMPLATES, Model
-from support.server import answer, message
+from support.server import answer, answered, message
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {
     "city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"], "additionalProperties": False}}}  # fmt: skip
@@ -42,7 +42,7 @@ class Chats(Model):
         return error.value.param
 
 
-run = Chats.run
+run, on_model = Chats.run, Chats.on
 
 
 def whole(choice):
@@ -119,136 +119,115 @@ def test_streams_and_whole_answers_are_the_same(folders, model, text, content, r
     run(folders[model], scenario)
 
 
-def test_the_first_events_of_a_call(folders):
+@on_model("hermes")
+async def test_the_first_events_of_a_call(chats):
     """What OpenAI's stream has: the role, then the name with empty arguments, then their text, then an empty delta."""
-
-    async def scenario(chats):
-        chunks = await chats.complete(f"A{CALL}", streams=True, tools=TOOLS)
-        deltas = [chunk.choices[0].delta.model_dump(exclude_none=True) for chunk in chunks]
-        assert deltas[0] == {"role": "assistant", "content": ""}
-        start = next(delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta)
-        assert start.pop("id").startswith("call_")
-        assert start == {"index": 0, "type": "function", "function": {"name": "weather", "arguments": ""}}
-        assert len([delta for delta in deltas if "tool_calls" in delta]) > 5  # arguments do not wait for the end
-        assert deltas[-1] == {}
-        assert not any("tool_call>" in str(delta) for delta in deltas)
-
-    run(folders["hermes"], scenario)
+    chunks = await chats.complete(f"A{CALL}", streams=True, tools=TOOLS)
+    deltas = [chunk.choices[0].delta.model_dump(exclude_none=True) for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    start = next(delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta)
+    assert start.pop("id").startswith("call_")
+    assert start == {"index": 0, "type": "function", "function": {"name": "weather", "arguments": ""}}
+    assert len([delta for delta in deltas if "tool_calls" in delta]) > 5  # arguments do not wait for the end
+    assert deltas[-1] == {}
+    assert not any("tool_call>" in str(delta) for delta in deltas)
 
 
-def test_several_choices_have_calls_of_their_own(folders):
-    async def scenario(chats):
-        texts = (CALL, "Nothing.", NOW_CALL + CALL)
-        found = [whole(choice) for choice in (await chats.complete(*texts, tools=TOOLS)).choices]
-        assert [own[2:] for own in found] == [
-            ([ZURICH], "tool_calls"), ([], "stop"), ([("now", "{}"), ZURICH], "tool_calls"),
-        ]  # fmt: skip
-        chunks = await chats.complete(*texts, streams=True, tools=TOOLS)
-        assert [joined(chunks, index) for index in range(3)] == found
-
-    run(folders["hermes"], scenario)
+@on_model("hermes")
+async def test_several_choices_have_calls_of_their_own(chats):
+    texts = (CALL, "Nothing.", NOW_CALL + CALL)
+    found = [whole(choice) for choice in (await chats.complete(*texts, tools=TOOLS)).choices]
+    assert [own[2:] for own in found] == [
+        ([ZURICH], "tool_calls"), ([], "stop"), ([("now", "{}"), ZURICH], "tool_calls"),
+    ]  # fmt: skip
+    chunks = await chats.complete(*texts, streams=True, tools=TOOLS)
+    assert [joined(chunks, index) for index in range(3)] == found
 
 
-def test_one_call_only(folders):
-    async def scenario(chats):
-        fields = {"tools": TOOLS, "parallel_tool_calls": False}
-        found = whole((await chats.complete(f"a{NOW_CALL}{CALL}", **fields)).choices[0])
-        assert found == ("a", "", [("now", "{}")], "tool_calls")
-        assert joined(await chats.complete(f"a{NOW_CALL}{CALL}", streams=True, **fields)) == found
-
-    run(folders["hermes"], scenario)
+@on_model("hermes")
+async def test_one_call_only(chats):
+    fields = {"tools": TOOLS, "parallel_tool_calls": False}
+    found = whole((await chats.complete(f"a{NOW_CALL}{CALL}", **fields)).choices[0])
+    assert found == ("a", "", [("now", "{}")], "tool_calls")
+    assert joined(await chats.complete(f"a{NOW_CALL}{CALL}", streams=True, **fields)) == found
 
 
-def test_an_answer_that_is_cut_off(folders):
+@on_model("opens")
+async def test_an_answer_that_is_cut_off(chats):
     """Within arguments, within a marker, and within the reasoning."""
-
-    async def scenario(chats):
-        opened = {"tools": TOOLS, "extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
-        for text, expected in (
-            (f"x</think>{CALL.partition('rich')[0]}", ("", "x", [("weather", '{"city": "Zü')], "length")),
-            ("x</think>y<tool_c", ("y<tool_c", "x", [], "length")),
-            ("x</thi", ("", "x</thi", [], "length")),
-        ):
-            assert whole((await chats.complete(text, reason="length", **opened)).choices[0]) == expected
-            assert joined(await chats.complete(text, reason="length", streams=True, **opened)) == expected
-
-    run(folders["opens"], scenario)
+    opened = {"tools": TOOLS, "extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
+    for text, expected in (
+        (f"x</think>{CALL.partition('rich')[0]}", ("", "x", [("weather", '{"city": "Zü')], "length")),
+        ("x</think>y<tool_c", ("y<tool_c", "x", [], "length")),
+        ("x</thi", ("", "x</thi", [], "length")),
+    ):
+        assert whole((await chats.complete(text, reason="length", **opened)).choices[0]) == expected
+        assert joined(await chats.complete(text, reason="length", streams=True, **opened)) == expected
 
 
-def test_every_token_has_its_log_probability(folders):
-    async def scenario(chats):
-        text = f"Well {CALL}"
-        count = len(chats.tokens(text, "stop"))
-        for together in (1, 3):
-            chunks = await chats.complete(text, streams=True, together=together, tools=TOOLS, logprobs=True)
-            rows = [row.logprob for c in chunks if c.choices and c.choices[0].logprobs for row in c.choices[0].logprobs.content]
-            assert rows == [-float(i) for i in range(count)]
-            assert joined(chunks)[2] == [ZURICH]
-        found = (await chats.complete(text, tools=TOOLS, logprobs=True)).choices[0]
-        assert [row.logprob for row in found.logprobs.content] == rows
-
-    run(folders["hermes"], scenario)
+@on_model("hermes")
+async def test_every_token_has_its_log_probability(chats):
+    text = f"Well {CALL}"
+    count = len(chats.tokens(text, "stop"))
+    for together in (1, 3):
+        chunks = await chats.complete(text, streams=True, together=together, tools=TOOLS, logprobs=True)
+        rows = [row.logprob for c in chunks if c.choices and c.choices[0].logprobs for row in c.choices[0].logprobs.content]
+        assert rows == [-float(i) for i in range(count)]
+        assert joined(chunks)[2] == [ZURICH]
+    found = (await chats.complete(text, tools=TOOLS, logprobs=True)).choices[0]
+    assert [row.logprob for row in found.logprobs.content] == rows
 
 
-def test_without_tools_or_with_none_there_are_no_calls(folders):
-    async def scenario(chats):
-        for fields, has_tools in (({}, False), ({"tools": []}, False), ({"tools": TOOLS, "tool_choice": "none"}, True)):
-            found = whole((await chats.complete(CALL, **fields)).choices[0])
-            assert found == (CALL, "", [], "stop")
-            assert joined(await chats.complete(CALL, streams=True, **fields)) == found
-            assert ("weather" in chats.prompt) == has_tools
-
-    run(folders["hermes"], scenario)
+@on_model("hermes")
+async def test_without_tools_or_with_none_there_are_no_calls(chats):
+    for fields, has_tools in (({}, False), ({"tools": []}, False), ({"tools": TOOLS, "tool_choice": "none"}, True)):
+        found = whole((await chats.complete(CALL, **fields)).choices[0])
+        assert found == (CALL, "", [], "stop")
+        assert joined(await chats.complete(CALL, streams=True, **fields)) == found
+        assert ("weather" in chats.prompt) == has_tools
 
 
-def test_markers_that_are_special_tokens(folders):
+@on_model("special")
+async def test_markers_that_are_special_tokens(chats):
     """The decoder keeps special tokens only in answers that are parsed by them."""
-
-    async def scenario(chats):
-        await chats.complete("a", tools=TOOLS)
-        assert chats.last.sampling.skip_special_tokens is False
-        chats.front.reply_format = type(chats.front.reply_format)("hermes")
-        await chats.complete(f"a{CALL}")
-        assert chats.last.sampling.skip_special_tokens is True
-
-    run(folders["special"], scenario)
+    await chats.complete("a", tools=TOOLS)
+    assert chats.last.sampling.skip_special_tokens is False
+    chats.front.reply_format = type(chats.front.reply_format)("hermes")
+    await chats.complete(f"a{CALL}")
+    assert chats.last.sampling.skip_special_tokens is True
 
 
-def test_what_reaches_the_template_and_the_parser(folders):
-    async def scenario(chats):
-        for thinks, start in ((True, "bot:<think>"), (False, "bot:<think></think>")):
-            body = {"chat_template_kwargs": {"enable_thinking": thinks}}
-            found = whole((await chats.complete("a", tools=TOOLS, extra_body=body)).choices[0])
-            assert found[:2] == (("", "a") if thinks else ("a", ""))
-            assert chats.prompt == f"{json.dumps(TOOLS)}\nuser: Weather?\n{start}"
-        body = {"add_generation_prompt": False}
-        assert whole((await chats.complete("a", extra_body=body)).choices[0])[:2] == ("a", "")
-        assert chats.prompt == "user: Weather?\n"
-        ends = [*USER, {"role": "assistant", "content": [{"type": "text", "text": "<think>I"}, {"type": "text", "text": "say"}]}]
-        body = {"continue_final_message": True}
-        found = whole((await chats.complete(" so</think>b", messages=ends, extra_body=body)).choices[0])
-        assert found[:2] == ("b", "so")
-        assert chats.prompt.endswith("assistant: <think>I\nsay")  # parts of a text are joined as in vLLM
-        ends[1]["content"] = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-        body |= {"echo": True}
-        found = whole((await chats.complete(" three", messages=ends, extra_body=body)).choices[0])
-        assert found[:2] == ("one\ntwo three", "")
-        assert joined(await chats.complete(" three", messages=ends, extra_body=body, streams=True)) == found
-
-    run(folders["opens"], scenario)
+@on_model("opens")
+async def test_what_reaches_the_template_and_the_parser(chats):
+    for thinks, start in ((True, "bot:<think>"), (False, "bot:<think></think>")):
+        body = {"chat_template_kwargs": {"enable_thinking": thinks}}
+        found = whole((await chats.complete("a", tools=TOOLS, extra_body=body)).choices[0])
+        assert found[:2] == (("", "a") if thinks else ("a", ""))
+        assert chats.prompt == f"{json.dumps(TOOLS)}\nuser: Weather?\n{start}"
+    body = {"add_generation_prompt": False}
+    assert whole((await chats.complete("a", extra_body=body)).choices[0])[:2] == ("a", "")
+    assert chats.prompt == "user: Weather?\n"
+    ends = [*USER, {"role": "assistant", "content": [{"type": "text", "text": "<think>I"}, {"type": "text", "text": "say"}]}]
+    body = {"continue_final_message": True}
+    found = whole((await chats.complete(" so</think>b", messages=ends, extra_body=body)).choices[0])
+    assert found[:2] == ("b", "so")
+    assert chats.prompt.endswith("assistant: <think>I\nsay")  # parts of a text are joined as in vLLM
+    ends[1]["content"] = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    body |= {"echo": True}
+    found = whole((await chats.complete(" three", messages=ends, extra_body=body)).choices[0])
+    assert found[:2] == ("one\ntwo three", "")
+    assert joined(await chats.complete(" three", messages=ends, extra_body=body, streams=True)) == found
 
 
-def test_calls_and_their_results_reach_the_template(folders):
-    async def scenario(chats):
-        function = {"name": "now", "arguments": '{"a": 1}'}
-        history = [
-            *USER, {"role": "assistant", "content": None, "tool_calls": [{"id": "x", "type": "function", "function": function}]},
-            {"role": "tool", "tool_call_id": "x", "content": "noon"},
-        ]  # fmt: skip
-        await chats.complete("It is noon.", messages=history, tools=TOOLS)
-        assert chats.prompt.endswith("user: Weather?\nassistant: \ntool: noon\n")
-
-    run(folders["hermes"], scenario)
+@on_model("hermes")
+async def test_calls_and_their_results_reach_the_template(chats):
+    function = {"name": "now", "arguments": '{"a": 1}'}
+    history = [
+        *USER, {"role": "assistant", "content": None, "tool_calls": [{"id": "x", "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": "x", "content": "noon"},
+    ]  # fmt: skip
+    await chats.complete("It is noon.", messages=history, tools=TOOLS)
+    assert chats.prompt.endswith("user: Weather?\nassistant: \ntool: noon\n")
 
 
 @pytest.mark.parametrize("model", ["opens", "qwen3_5"])
@@ -290,46 +269,40 @@ def test_calls_that_are_forced(folders, model):
     run(folders[model], scenario)
 
 
-def test_qwen3_5_thinks_unless_it_is_told_not_to(folders):
+@on_model("qwen3_5")
+async def test_qwen3_5_thinks_unless_it_is_told_not_to(chats):
     """By `enable_thinking`, or by a reasoning_effort of none; calls and their reasoning reach the next prompt as they were."""
-
-    async def scenario(chats):
-        for fields in ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, {"reasoning_effort": "none"}):
-            found = whole((await chats.complete("Rain.", tools=TOOLS, **fields)).choices[0])
-            assert found == ("Rain.", "", [], "stop")
-            assert joined(await chats.complete("Rain.", tools=TOOLS, streams=True, **fields)) == found
-            assert chats.prompt.endswith("<think>\n\n</think>\n\n")
-        text = f"Hm, é\n</think>\n\n{CODER}"
-        own = (await chats.complete(text, tools=TOOLS)).choices[0].message
-        assert chats.prompt.endswith("<|im_start|>assistant\n<think>\n")
-        calls = [call.model_dump() for call in own.tool_calls]
-        history = [*USER, {"role": "assistant", "content": own.content, "reasoning": own.reasoning, "tool_calls": calls}]
-        history += [{"role": "tool", "tool_call_id": calls[0]["id"], "content": "rain"}]
-        await chats.complete("</think>ok", messages=history, tools=TOOLS)
-        turns = f"<think>\n{text}<|im_end|>\n<|im_start|>user\n<tool_response>\nrain\n</tool_response><|im_end|>\n"
-        assert chats.prompt.endswith(turns + "<|im_start|>assistant\n<think>\n")
-
-    run(folders["qwen3_5"], scenario)
+    for fields in ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, {"reasoning_effort": "none"}):
+        found = whole((await chats.complete("Rain.", tools=TOOLS, **fields)).choices[0])
+        assert found == ("Rain.", "", [], "stop")
+        assert joined(await chats.complete("Rain.", tools=TOOLS, streams=True, **fields)) == found
+        assert chats.prompt.endswith("<think>\n\n</think>\n\n")
+    text = f"Hm, é\n</think>\n\n{CODER}"
+    own = (await chats.complete(text, tools=TOOLS)).choices[0].message
+    assert chats.prompt.endswith("<|im_start|>assistant\n<think>\n")
+    calls = [call.model_dump() for call in own.tool_calls]
+    history = [*USER, {"role": "assistant", "content": own.content, "reasoning": own.reasoning, "tool_calls": calls}]
+    history += [{"role": "tool", "tool_call_id": calls[0]["id"], "content": "rain"}]
+    await chats.complete("</think>ok", messages=history, tools=TOOLS)
+    turns = f"<think>\n{text}<|im_end|>\n<|im_start|>user\n<tool_response>\nrain\n</tool_response><|im_end|>\n"
+    assert chats.prompt.endswith(turns + "<|im_start|>assistant\n<think>\n")
 
 
-def test_forced_calls_that_are_cut_off_have_no_content(folders):
+@on_model("hermes")
+async def test_forced_calls_that_are_cut_off_have_no_content(chats):
     """Wherever: the text before the first call is the grammar's, not the model's."""
-
-    async def scenario(chats):
-        arguments = '{"city": "Zürich", "days": 3}'
-        listed = f'[ {{"name": "weather", "arguments": {arguments}}}, {{"name": "now", "arguments": {{}}}}]'
-        named = {"type": "function", "function": {"name": "weather"}}
-        for choice, text in (("required", listed), (named, arguments)):
-            for end in (*range(1, 20), *range(20, len(text), 7)):
-                fields = {"tools": TOOLS, "tool_choice": choice, "reason": "length"}
-                found = whole((await chats.complete(text[:end], **fields)).choices[0])
-                assert (found[0], found[3]) == ("", "length"), text[:end]
-                assert all(own[1] in text[:end] for own in found[2])
-                assert joined(await chats.complete(text[:end], streams=True, **fields)) == found
-        found = whole((await chats.complete("[", tools=TOOLS, tool_choice="required", reason="length")).choices[0])
-        assert found == ("", "", [], "length")
-
-    run(folders["hermes"], scenario)
+    arguments = '{"city": "Zürich", "days": 3}'
+    listed = f'[ {{"name": "weather", "arguments": {arguments}}}, {{"name": "now", "arguments": {{}}}}]'
+    named = {"type": "function", "function": {"name": "weather"}}
+    for choice, text in (("required", listed), (named, arguments)):
+        for end in (*range(1, 20), *range(20, len(text), 7)):
+            fields = {"tools": TOOLS, "tool_choice": choice, "reason": "length"}
+            found = whole((await chats.complete(text[:end], **fields)).choices[0])
+            assert (found[0], found[3]) == ("", "length"), text[:end]
+            assert all(own[1] in text[:end] for own in found[2])
+            assert joined(await chats.complete(text[:end], streams=True, **fields)) == found
+    found = whole((await chats.complete("[", tools=TOOLS, tool_choice="required", reason="length")).choices[0])
+    assert found == ("", "", [], "length")
 
 
 # Answers as models write them, some of them wrong.
@@ -358,8 +331,7 @@ def test_every_answer_goes_back(folders, model, text, choice):
         async def asked(path, **fields):
             body = {"model": "fake", "messages": USER, "max_tokens": 99, "tools": TOOLS, "seed": 1} | fields
             body = {name: value for name, value in body.items() if value is not None}
-            reader, _ = await chats.ask(message(body, path))
-            status, _, content = await answer(reader)
+            status, _, content = await answered(chats.ask(message(body, path)))
             assert status == 200, content
             return json.loads(content)
 
@@ -373,7 +345,7 @@ def test_every_answer_goes_back(folders, model, text, choice):
         own_tools = [own["function"] for own in TOOLS]
         typed = {"tools": [{"type": "function"} | own for own in own_tools], "messages": None, "max_tokens": None}
         plain = {"tools": [{"name": own["name"], "input_schema": own.get("parameters", {"type": "object"})} for own in own_tools]}
-        for end in (0, *range(1, len(text), 3), len(text)):
+        for end in (0, *range(1, len(text), 7), len(text)):
             found = await turn("/v1/chat/completions", end, tool_choice=choice)
             own = found["choices"][0]["message"]
             results = [{"role": "tool", "tool_call_id": call["id"], "content": "wrong"} for call in own.get("tool_calls", ())]
@@ -392,28 +364,24 @@ def test_every_answer_goes_back(folders, model, text, choice):
     run(folders[model], scenario)
 
 
-def test_null_arguments_are_none(folders):
+@on_model("hermes")
+async def test_null_arguments_are_none(chats):
     """As other servers and frameworks store a call without arguments."""
+    call = {"id": "x", "type": "function", "function": {"name": "now", "arguments": None}}
+    history = [*USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "x", "content": "noon"}]
+    await chats.complete("It is noon.", messages=history, tools=TOOLS)
+    items = [{"role": "user", "content": "a"}, {"type": "function_call", "call_id": "x", "name": "now", "arguments": None}]
+    blocks = [{"type": "tool_use", "id": "x", "name": "now", "input": None}]
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": "noon"}]}
+    for path, body in (
+        ("/v1/responses", {"input": [*items, {"type": "function_call_output", "call_id": "x", "output": "noon"}]}),
+        ("/v1/messages", {"messages": [*USER, {"role": "assistant", "content": blocks}, result], "max_tokens": 9}),
+    ):
 
-    async def scenario(chats):
-        call = {"id": "x", "type": "function", "function": {"name": "now", "arguments": None}}
-        history = [*USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "x", "content": "noon"}]
-        await chats.complete("It is noon.", messages=history, tools=TOOLS)
-        items = [{"role": "user", "content": "a"}, {"type": "function_call", "call_id": "x", "name": "now", "arguments": None}]
-        blocks = [{"type": "tool_use", "id": "x", "name": "now", "input": None}]
-        result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": "noon"}]}
-        for path, body in (
-            ("/v1/responses", {"input": [*items, {"type": "function_call_output", "call_id": "x", "output": "noon"}]}),
-            ("/v1/messages", {"messages": [*USER, {"role": "assistant", "content": blocks}, result], "max_tokens": 9}),
-        ):
+        async def asked(path=path, body=body):
+            return (await answered(chats.ask(message(body, path))))[0]
 
-            async def asked(path=path, body=body):
-                reader, _ = await chats.ask(message(body, path))
-                return (await answer(reader))[0]
-
-            assert await chats.answered(asked(), "It is noon.") == 200
-
-    run(folders["hermes"], scenario)
+        assert await chats.answered(asked(), "It is noon.") == 200
 
 
 def test_structured_output_is_content(folders):
@@ -473,28 +441,21 @@ def test_a_format_by_its_name(folders):
     run(folders["llama3_json"], scenario, tool_call_parser="hermes")
 
 
-def test_the_tools_of_tokenize(folders):
-    async def scenario(chats):
-        reader, _ = await chats.ask(message({"messages": USER, "tools": [NOW]}, "/tokenize"))
-        status, _, body = await answer(reader)
-        assert status == 200
-        assert chats.tokenizer.decode(json.loads(body)["tokens"]) == f"{json.dumps([NOW])}\nuser: Weather?\n"
-
-    run(folders["hermes"], scenario)
+@on_model("hermes")
+async def test_the_tools_of_tokenize(chats):
+    status, _, body = await answered(chats.ask(message({"messages": USER, "tools": [NOW]}, "/tokenize")))
+    assert status == 200
+    assert chats.tokenizer.decode(json.loads(body)["tokens"]) == f"{json.dumps([NOW])}\nuser: Weather?\n"
 
 
-def test_what_tokenizer_info_says(folders):
+@on_model("hermes")
+async def test_what_tokenizer_info_says(chats):
     """lm-eval takes the chat template and the special tokens from it, wherever the model's files have them."""
-
-    async def scenario(chats):
-        reader, _ = await chats.ask(message(b"", "/tokenizer_info", "GET"))
-        status, headers, body = await answer(reader)
-        assert (status, headers["content-type"]) == (200, "application/json")
-        found = json.loads(body)
-        assert found["chat_template"] == TEMPLATES["hermes"]
-        assert found["eos_token"] == chats.tokenizer.info["eos_token"]
-        assert isinstance(found["eos_token"], str)
-        reader, _ = await chats.ask(message({"prompt": found["eos_token"], "add_special_tokens": False}, "/tokenize"))
-        assert json.loads((await answer(reader))[2])["tokens"] == [chats.tokenizer.eos_token_id]
-
-    run(folders["hermes"], scenario)
+    status, headers, body = await answered(chats.ask(message(b"", "/tokenizer_info", "GET")))
+    assert (status, headers["content-type"]) == (200, "application/json")
+    found = json.loads(body)
+    assert found["chat_template"] == TEMPLATES["hermes"]
+    assert found["eos_token"] == chats.tokenizer.info["eos_token"]
+    assert isinstance(found["eos_token"], str)
+    reader, _ = await chats.ask(message({"prompt": found["eos_token"], "add_special_tokens": False}, "/tokenize"))
+    assert json.loads((await answer(reader))[2])["tokens"] == [chats.tokenizer.eos_token_id]

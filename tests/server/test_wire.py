@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from minirt.engine.request import EngineStats, Request, TokenLogprobs, TokenOutput
+from minirt.engine.request import Request, TokenLogprobs, TokenOutput
 from minirt.errors import ContextLengthError, EngineError, InputError, NumericsError
 from minirt.sampling_params import SamplingParams, resolve
 from minirt.server import wire
@@ -13,13 +13,8 @@ from minirt.server.wire import (
     TO_ENGINE,
     TO_FRONT,
     Abort,
-    Answer,
-    Ask,
     Failed,
     Frames,
-    ModelFiles,
-    Ready,
-    Start,
     Step,
     Submit,
     frame,
@@ -41,30 +36,6 @@ def bodies(data, pieces=1):
     cuts = sorted(random.Random(7).sample(range(1, len(data)), pieces - 1))
     for begin, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
         yield from frames.feed(bytes(data[begin:end]))
-
-
-@pytest.mark.parametrize("message", [
-    Start({"model": "m", "impl": ["eager"], "kv_cache_memory": 1 << 40, "seed": None}, True),
-    Submit([REQUEST, REQUEST]), Abort([1, 2**50]), Ask(), Ask([2**40]),
-])  # fmt: skip
-def test_messages_to_the_engine(message):
-    (body,) = bodies(frame(message))
-    found = TO_ENGINE.decode(body)
-    assert found == message
-    if isinstance(message, Submit):  # the engine uses these as keys and in sets
-        assert type(found.requests[0].eos_token_ids) is tuple
-        assert type(found.requests[0].bad_words[0]) is tuple
-        assert found.requests[0].sampling.stop == ("a", "é")
-
-
-@pytest.mark.parametrize("message", [
-    ModelFiles(None), ModelFiles("/models/é"), Ready(512, 4096, 8, (0, 2), {"top_k": 1}, {"plan": "x"}),
-    Step([TokenOutput(2**40, (1, 2**31), None, None, 64, (ROW, ROW), (ROW,), 0.25), TokenOutput(1, (), "stop")]),
-    Answer(EngineStats(1, 2, 0.5, 3, 4, 5, 6), []), Answer(EngineStats(1, 2, 0.5, 3, 4, 5, 6, prefix_cache_recomputed=7), [8]),
-])  # fmt: skip
-def test_messages_to_the_front(message):
-    (body,) = bodies(frame(message))
-    assert TO_FRONT.decode(body) == message
 
 
 @pytest.mark.parametrize("error", [

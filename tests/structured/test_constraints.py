@@ -18,7 +18,6 @@ from support.structured import EOS, TOKENIZER, VOCAB, allowed, compiled, constra
 from tokenizers import decoders, models, normalizers
 from tokenizers.pre_tokenizers import ByteLevel, Metaspace, Sequence
 
-from minirt.engine.token_constraints import ConstrainedRows
 from minirt.errors import InputError, UnsupportedError
 from minirt.structured import constraints as module
 from minirt.structured import grammar, matchers
@@ -192,16 +191,13 @@ def test_a_grammar_may_name_special_tokens():
 NAME = TOKENIZER.decode([EOS], skip_special_tokens=False)
 
 
-@pytest.mark.parametrize(
-    ("spec", "text"),
-    [
-        ({"choice": [NAME]}, NAME), ({"regex": re.escape(NAME) + "abc"}, NAME + "abc"), ({"json": {"const": NAME}}, f'"{NAME}"'),
-        ({"json": {"const": f"a {NAME} b"}}, f'"a {NAME} b"'), ({"grammar": f'start: "{NAME}" "x"'}, NAME + "x"),
-        ({"json": {"type": "object", "properties": {NAME: {"const": 1}}, "required": [NAME], "additionalProperties": False},
-          "disable_any_whitespace": True}, f'{{"{NAME}":1}}'),
-        ({"grammar": f'start: "{NAME}" {NAME} "x"'}, NAME + NAME + "x"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("spec", "text"), [
+    ({"choice": [NAME]}, NAME), ({"regex": re.escape(NAME) + "abc"}, NAME + "abc"), ({"json": {"const": NAME}}, f'"{NAME}"'),
+    ({"json": {"const": f"a {NAME} b"}}, f'"a {NAME} b"'), ({"grammar": f'start: "{NAME}" "x"'}, NAME + "x"),
+    ({"json": {"type": "object", "properties": {NAME: {"const": 1}}, "required": [NAME], "additionalProperties": False},
+      "disable_any_whitespace": True}, f'{{"{NAME}":1}}'),
+    ({"grammar": f'start: "{NAME}" {NAME} "x"'}, NAME + NAME + "x"),
+])  # fmt: skip
 def test_the_name_of_a_special_token_is_text(spec, text):
     """llguidance tokenizes a text that is the only one. A Lark grammar may have the name as text and as token."""
     constraint, tokens = compiled(OWN, **spec).start((1,), 0), []
@@ -316,28 +312,25 @@ def test_a_reasoning_block_that_ends_in_the_middle_of_several_tokens():
     assert after(constraint, "hm! 1"[:3] + "12").nonzero().flatten().tolist() == [EOS]
 
 
-@pytest.mark.parametrize(
-    ("spec", "error", "message"),
-    [
-        ({"regex": "(a"}, InputError, r'\.regex: the grammar is wrong; found invalid regex "\(a": unclosed group$'),
-        ({"regex": "a{1,8("}, InputError, r'found invalid regex "a\{1,8\(": unclosed counted repetition$'),
-        ({"json": {"type": "string", "pattern": "(a"}}, InputError, r"/pattern: .* found invalid regex \(a: unclosed group$"),
-        ({"regex": "(?=a)"}, UnsupportedError, r"\.regex: .*look-around"),
-        ({"regex": r"(a)\1"}, UnsupportedError, "backreferences"),
-        ({"grammar": "start: limit"}, InputError, "the grammar is wrong; .*unknown name"),
-        ({"grammar": "start: x"}, InputError, r'\.grammar: .*found line 1, column 8: unknown name: "x"'),
-        ({"grammar": 'start: "a"\nx: ('}, InputError, r"\.grammar: the grammar is wrong; found line 2, column 5: "),
-        ({"grammar": "start: <|nope|>"}, InputError, "unknown special token"),
-        ({"grammar": "start: <[9999]>"}, InputError, "9999"),
-        ({"grammar": 'start: "a" x\nx: "b" start'}, InputError, r"\.grammar: the grammar allows only one text, which is endless"),
-        ({"grammar": "start: <|endoftext|> start"}, InputError, "only one text, which .* too long; .*let the text end"),
-        ({"json": {"type": "array", "items": {"type": "null"}, "minItems": 10**5}, "disable_any_whitespace": True},
-         InputError, r"\.json: the grammar allows only one text, which is .* too long"),
-        ({"grammar": 'start: %json {"not": {}}'}, UnsupportedError, r'grammar, %json at line 1: .* found "not"'),
-        ({"json": {"$ref": "#"}}, InputError, "no text fits"),
-        ({"json": {"$ref": "#/$defs/x"}}, InputError, r'^structured_outputs\.json: "\$ref" refers to nothing.*defs/x'),
-    ],
-)
+@pytest.mark.parametrize(("spec", "error", "message"), [
+    ({"regex": "(a"}, InputError, r'\.regex: the grammar is wrong; found invalid regex "\(a": unclosed group$'),
+    ({"regex": "a{1,8("}, InputError, r'found invalid regex "a\{1,8\(": unclosed counted repetition$'),
+    ({"json": {"type": "string", "pattern": "(a"}}, InputError, r"/pattern: .* found invalid regex \(a: unclosed group$"),
+    ({"regex": "(?=a)"}, UnsupportedError, r"\.regex: .*look-around"),
+    ({"regex": r"(a)\1"}, UnsupportedError, "backreferences"),
+    ({"grammar": "start: limit"}, InputError, "the grammar is wrong; .*unknown name"),
+    ({"grammar": "start: x"}, InputError, r'\.grammar: .*found line 1, column 8: unknown name: "x"'),
+    ({"grammar": 'start: "a"\nx: ('}, InputError, r"\.grammar: the grammar is wrong; found line 2, column 5: "),
+    ({"grammar": "start: <|nope|>"}, InputError, "unknown special token"),
+    ({"grammar": "start: <[9999]>"}, InputError, "9999"),
+    ({"grammar": 'start: "a" x\nx: "b" start'}, InputError, r"\.grammar: the grammar allows only one text, which is endless"),
+    ({"grammar": "start: <|endoftext|> start"}, InputError, "only one text, which .* too long; .*let the text end"),
+    ({"json": {"type": "array", "items": {"type": "null"}, "minItems": 10**5}, "disable_any_whitespace": True},
+     InputError, r"\.json: the grammar allows only one text, which is .* too long"),
+    ({"grammar": 'start: %json {"not": {}}'}, UnsupportedError, r'grammar, %json at line 1: .* found "not"'),
+    ({"json": {"$ref": "#"}}, InputError, "no text fits"),
+    ({"json": {"$ref": "#/$defs/x"}}, InputError, r'^structured_outputs\.json: "\$ref" refers to nothing.*defs/x'),
+])  # fmt: skip
 def test_errors_of_a_grammar_say_where(spec, error, message):
     with pytest.raises(error, match=message) as caught:
         compiled(OWN, **spec)
@@ -372,21 +365,6 @@ def test_a_grammar_whose_only_text_has_no_end_from_some_token_on():
     constraint.accept(ids("a"))
     with pytest.raises(InputError, match=r"^generated token 2: the grammar cannot go on: it allows only one text .*let the"):
         allowed(OWN, constraint)
-
-
-def test_a_failed_row_leaves_the_others_as_they_are(monkeypatch):
-    monkeypatch.setattr(grammar.limits, "MAX_LEXER_STATES", 300)
-    own = constraints()
-    bad = compiled(own, regex=".*a.{12}").start((EOS,), 0)
-    good = compiled(own, regex="x+").start((EOS,), 0)
-    letters = random.Random(0)
-    bad.accept([token for _ in range(2000) for token in ids(letters.choice("ab"))])
-    masks = torch.zeros(2, -(-VOCAB // 32), dtype=torch.int32)
-    failed = own.fill(masks, [ConstrainedRows(bad), ConstrainedRows(good)])
-    assert set(failed) == {0}
-    expected = torch.zeros(1, -(-VOCAB // 32), dtype=torch.int32)
-    own.fill(expected, [ConstrainedRows(compiled(own, regex="x+").start((EOS,), 0))])
-    assert torch.equal(masks[1:], expected)
 
 
 def test_grammars_are_checked_once_and_the_last_are_kept(monkeypatch):

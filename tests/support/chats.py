@@ -11,7 +11,7 @@ from minirt import models
 from minirt.engine.request import TokenLogprobs, TokenOutput
 from minirt.text.tokenizer import Tokenizer
 from support.qwen3_5 import TEMPLATE as QWEN3_5
-from support.server import answer, front, message
+from support.server import answer, as_test, front, message
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 WITH_TOOLS = "{% if tools %}{{ tools | tojson }}\n{% endif %}" + PLAIN
@@ -87,6 +87,18 @@ class Model:
                     await scenario(cls(this, engine, ask, client))
 
         asyncio.run(main())
+
+    @classmethod
+    def on(cls, name, **options):
+        """A test that is a coroutine `(model, fixtures…)` runs with the model `folders[name]`; see `run`."""
+
+        def decorate(test):
+            def run(folders, **fixtures):
+                cls.run(folders[name], lambda model: test(model, **fixtures), **options)
+
+            return as_test(run, test, 1, "folders")
+
+        return decorate
 
     @staticmethod
     def connect(url):

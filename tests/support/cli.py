@@ -41,6 +41,22 @@ def refused(result, *words, code=1):
         pytest.fail(f"expected exit code {code} and {words}; found {exit_code}, stdout {out!r}, stderr {err!r}")
 
 
+def succeeded(result):
+    """stdout and stderr of a command that must succeed."""
+    code, out, err = result
+    if code:
+        pytest.fail(f"expected success; found exit code {code}, stdout {out!r}, stderr {err!r}")
+    return out, err
+
+
+def printed(result):
+    """stdout of a command that must succeed and say nothing on stderr."""
+    out, err = succeeded(result)
+    if err:
+        pytest.fail(f"expected nothing on stderr; found {err!r}")
+    return out
+
+
 def start(*arguments, **options):
     """Start `python -m minirt …` with the default handling of signals, even if this process ignores some (as under nohup)."""
     command = [sys.executable, "-P", "-m", "minirt", *map(str, arguments)]

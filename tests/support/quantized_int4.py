@@ -75,9 +75,7 @@ def gptq(q: Quantized, symmetric: bool, offset: int = 1) -> dict[str, Tensor]:
 
 def awq(q: Quantized, symmetric: bool) -> dict[str, Tensor]:
     """AWQ, gemm: transposed, rows of the weight in words, in AWQ's order."""
-    return {
-        "qweight": words(q.codes.T, AWQ_ORDER), "scales": q.scale.T.contiguous(), "qzeros": words(q.zero.T, AWQ_ORDER),
-    }  # fmt: skip
+    return {"qweight": words(q.codes.T, AWQ_ORDER), "scales": q.scale.T.contiguous(), "qzeros": words(q.zero.T, AWQ_ORDER)}
 
 
 def codes(words: Tensor, order: tuple[int, ...] = tuple(range(8))) -> np.ndarray:

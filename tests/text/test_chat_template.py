@@ -21,10 +21,7 @@ from minirt.text.tokenizer import Tokenizer
 # In the style of Qwen's: tools in the system message, JSON calls, earlier reasoning left out, a block that can be opened.
 TEMPLATE = (Path(__file__).parents[1] / "support" / "templates" / "qwen.jinja").read_text(encoding="utf-8")[:-1]
 TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "f", "description": "<é>", "parameters": {"type": "object", "properties": {}}},
-    }
+    {"type": "function", "function": {"name": "f", "description": "<é>", "parameters": {"type": "object", "properties": {}}}}
 ]
 ARGUMENTS = {"a": [1, None, "<é>"], "b": {"c": True}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": json.dumps(ARGUMENTS)}}
@@ -103,9 +100,7 @@ def call(**changes: Any) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [CALL | changes]}
 
 
-@pytest.mark.parametrize(
-    ("message", "where", "word"),
-    [
+@pytest.mark.parametrize(("message", "where", "word"), [
         (
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
             "messages[1].content[0].type",
@@ -129,19 +124,10 @@ def call(**changes: Any) -> dict[str, Any]:
         ({"role": "assistant", "tool_calls": ["x"]}, "messages[1].tool_calls[0]", "not a tool call"),
         (call(type="custom"), "messages[1].tool_calls[0].type", "custom"),
         (call(id=7), "messages[1].tool_calls[0].id", "int"),
-        (
-            call(function={"name": "f", "arguments": [1]}),
-            "messages[1].tool_calls[0].function.arguments",
-            "not a JSON object",
-        ),
-        (
-            call(function={"name": "f", "arguments": {"a": {1, 2}}}),
-            "messages[1].tool_calls[0].function.arguments",
-            "not JSON",
-        ),
+    (call(function={"name": "f", "arguments": [1]}), "messages[1].tool_calls[0].function.arguments", "not a JSON object"),
+    (call(function={"name": "f", "arguments": {"a": {1, 2}}}), "messages[1].tool_calls[0].function.arguments", "not JSON"),
         (call(function={"arguments": "{}"}), "messages[1].tool_calls[0].function.name", "NoneType"),
-    ],
-)
+])  # fmt: skip
 def test_what_is_wrong_is_named(message, where, word) -> None:
     with pytest.raises(InputError, match=word) as caught:
         checked_messages([{"role": "user", "content": "Hi"}, message])

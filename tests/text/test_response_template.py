@@ -129,9 +129,7 @@ def test_every_cut_gives_what_transformers_reads(spec, prompt, text):
         assert [(call.name, json.loads(call.arguments)) for call in reply.tool_calls] == expected, pieces
 
 
-@pytest.mark.parametrize(
-    ("spec", "text", "content"),
-    [
+@pytest.mark.parametrize(("spec", "text", "content"), [
         (QWEN3, "<tool_call>{nope}</tool_call>", "<tool_call>{nope}</tool_call>"),
         (QWEN3, "A\n<tool_call>{nope}</tool_call>\nB", "A\n<tool_call>{nope}</tool_call>B"),
         (QWEN3, '<tool_call>{"name": 5, "arguments": {}}</tool_call>', None),
@@ -142,8 +140,7 @@ def test_every_cut_gives_what_transformers_reads(spec, prompt, text):
         (LIST, 'TOOLS[{"call": "\\ud83d", "with": {}}]END', 'TOOLS[{"call": "\\ud83d", "with": {}}]END'),
         (LIST, 'TOOLS[{"call": "f", "with": {"a": [1e999]}}]END', 'TOOLS[{"call": "f", "with": {"a": [1e999]}}]END'),
         (LIST, "TOOLS" + "[" * 300 + "]" * 300 + "END", None),
-    ],
-)
+])  # fmt: skip
 def test_damage_is_content(spec, text, content):
     for pieces in cuts(text):
         reply = run(spec, START if spec is QWEN3 else "<bot>", pieces)
@@ -194,9 +191,7 @@ def changed(field="content", **changes):
     return QWEN3 | {"fields": fields}
 
 
-@pytest.mark.parametrize(
-    ("spec", "where"),
-    [
+@pytest.mark.parametrize(("spec", "where"), [
         (None, ""), ([], ""), (QWEN3 | {"version": 2}, ".version"), (QWEN3 | {"more": 1}, ".more"),
         (QWEN3 | {"fields": {}}, ""), (QWEN3 | {"fields": []}, ".fields"), ({"fields": QWEN3["fields"]}, ""),
         (QWEN3 | {"start_anchor": []}, ".start_anchor"), (QWEN3 | {"start_anchor_pattern": "x"}, ""),
@@ -217,8 +212,7 @@ def changed(field="content", **changes):
         (changed("tool_calls", content="kv-lines", content_args={"kv_sep": ""}), ".fields.tool_calls.content_args"),
         (changed("tool_calls", join=1), ".fields.tool_calls.join"),
         (changed("content", content_args=1), ".fields.content.content_args"),
-    ],
-)  # fmt: skip
+])  # fmt: skip
 def test_what_is_not_understood_is_named(spec, where):
     with pytest.raises(UnsupportedError) as caught:
         ResponseTemplate.read(spec, "tokenizer_config.json")

@@ -97,15 +97,6 @@ def test_repeated_keys_are_refused(name: str, tmp_path: Path) -> None:
     assert caught.value.where == path
 
 
-def test_special_tokens_without_a_token(tmp_path: Path) -> None:
-    for name in ("bos_token", "eos_token"):
-        with pytest.raises(TokenizerError, match=rf"{name}.*<gone>"):
-            load(save(tmp_path, BYTE_LEVEL, **{name: "<gone>"}))
-    for name in ("pad_token", "unk_token", "sep_token"):
-        with pytest.warns(UserWarning, match=rf"tokenizer_config\.json.*{name}.*<g\\x1b"):
-            load(save(tmp_path, BYTE_LEVEL, **{name: "<g\x1b"}))
-
-
 def test_added_tokens_of_the_other_file(tmp_path: Path) -> None:
     """tokenizer.json decides. What tokenizer_config.json says otherwise is told."""
     known = {"1": {"content": "<s>"}, "2": {"content": "</s>"}}
@@ -188,7 +179,7 @@ RUNS = st.lists(st.tuples(st.sampled_from(WORDS + COMPOSED), st.integers(1, 60))
 
 
 @pytest.mark.parametrize("name", PROVEN)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(text=RUNS.map(lambda runs: "".join(part * count for part, count in runs)))
 def test_no_text_has_fewer_tokens_than_the_bound_says(name: str, text: str) -> None:
     library = Library.from_str(PROVEN[name])

@@ -33,7 +33,6 @@ CODER, CODER_END = "<tool_call>\n<function=get_weather>\n", "\n</function>\n</to
 GOOD = [
     ("hermes", "Just text, with {\"name\": 1} and <tool_cal and <b>.\n\n", None, []),
     ("hermes", "", "", []),
-    ("hermes", " \n", " \n", []),
     ("hermes", '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>', "", [("get_weather", '{"city": "Paris"}')]),
     ("hermes", 'Let me see.\n\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name":"get_weather","arguments":{"city":"Zürich","days":3}}\n</tool_call>\n',
      "Let me see.", [("now", "{}"), ("get_weather", '{"city":"Zürich","days":3}')]),
@@ -61,7 +60,6 @@ GOOD = [
     # the model leaves out <tool_call>, but writes </tool_call>
     ("qwen3_coder", "Sure.\n<function=now>\n</function>\n</tool_call>\n\nBye", "Sure.\n\nBye", [("now", "{}")]),
     ("qwen3_coder", "<function=now></function>\n<function=now></function> </tool_call>", "", [("now", "{}"), ("now", "{}")]),
-    ("qwen3_coder", "<function=now></function> </tool_ca", "", [("now", "{}")]),
     # several in one tag
     ("hermes", '<tool_call>\n{"name": "now"}\n{"name": "f", "arguments": {"a": 1}}\n</tool_call> x', " x", [("now", "{}"), ("f", '{"a": 1}')]),
     ("hermes", '<tool_call>{"name": "now"} {"nam": 1}</tool_call>', ' {"nam": 1}</tool_call>', [("now", "{}")]),
@@ -73,7 +71,6 @@ GOOD = [
      "", [("get_weather", '{"o": {"\\udc00": "a\\nb"}, "at": 0.12345678901234567890}')]),
     ("qwen3_coder", "<tool_call><function=get_weather><parameter=tags>[NaN]</parameter><parameter=o>{'a': True}</parameter></function></tool_call>",
      "", [("get_weather", '{"tags": "[NaN]", "o": "{\'a\': True}"}')]),
-    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": ["\\ud83d", 1e999]}}</tool_call>', "", [("now", '{"a": ["\\ud83d", 1e999]}')]),
     ("hermes", '<tool_call>{"name": "now", "arguments": "{\\"a\\": \\"\\\\ud83d\\"}"}</tool_call>', "", [("now", '{"a": "\\ud83d"}')]),
     ("llama3_json", "Hello {\"name\": \"now\", \"parameters\": {}}", None, []),
     ("llama3_json", '{"name": "get_weather", "parameters": {"city": "Oslo"}}', "", [("get_weather", '{"city": "Oslo"}')]),
@@ -89,7 +86,6 @@ GOOD = [
     ("mistral", '[TOOL_CALLS]now{"a": 1} and more', " and more", [("now", '{"a": 1}')]),
     ("mistral", '[TOOL_CALLS] [{"name": "now", "arguments": {}, "id": "D681PevKs"}, {"name": "get_weather", "arguments": {"days": 1}}]', "",
      [("now", "{}"), ("get_weather", '{"days": 1}')]),
-    ("mistral", '[TOOL_CALLS]{"name": "now", "arguments": {}}', "", [("now", "{}")]),
     ("mistral", "An [INST] and a [TOOL_CALL, [ARGS]{}\n", None, []),
     # a parameter or a function that is not closed
     ("qwen3_coder", CODER + '<parameter=o>\n{"a": true}' + CODER_END, "", [("get_weather", '{"o": {"a": true}}')]),
@@ -97,8 +93,6 @@ GOOD = [
      [("get_weather", '{"city": "Rome", "days": 3}'), ("get_weather", '{"city": "Oslo"}')]),
     ("qwen3_coder", CODER + "<parameter=city>\n<parameter=days>\n3\n</parameter>\n</tool_call>\nBye", "\nBye", [("get_weather", '{"city": "", "days": 3}')]),
     ("qwen3_coder", CODER + "<parameter=city>\nRome\n</function>\n</tool_", "", [("get_weather", '{"city": "Rome"}')]),
-    ("qwen3_coder", "<function=get_weather>\n<parameter=city>\nRome\n</function>\n", "", [("get_weather", '{"city": "Rome"}')]),
-    ("qwen3_coder", "<tool_call><function=now></tool_call>", "", [("now", "{}")]),
     # tags that a value quotes
     *(("qwen3_coder", f"{CODER}<parameter=city>\n{value}\n</parameter>{CODER_END}", "", [("get_weather", json.dumps({"city": value}))]) for value in (
         "a </function> b </tool_call> c", "x\n</function>\n</tool_call>", "x\n</function>\n</tool_call>\nthen <tool_call>", "a <parameter=days> b",
@@ -107,28 +101,19 @@ GOOD = [
 # What is no call, or damaged: (format, text, content, calls)
 BAD = [
     ("hermes", "<tool_call>", None, []),
-    ("hermes", "a <tool_call> b </tool_call>", None, []),
     ("hermes", '<tool_call>[{"name": "now"}]</tool_call>', None, []),
     ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>', None, []),
-    ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>', None, []),
     ("hermes", '<tool_call>{"arguments": {}}</tool_call>', None, []),
     ("hermes", '<tool_call>{"name": "now", "arguments": [1]}</tool_call>', None, []),
-    ("hermes", '<tool_call>{"name": "now", "arguments": "no"}</tool_call>', None, []),
-    ("hermes", '<tool_call>{"name": "now", "arguments": 7}</tool_call>', None, []),
     ("hermes", '<tool_call>{"name": "a", "name": "b", "arguments": {}}</tool_call>', None, []),
-    ("hermes", "<tool_call>{'name': 'now'}</tool_call>", None, []),
     ("hermes", '<tool_call>{"name": "now", "argu', None, []),
     ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', None, []),
     ("hermes", 'x\n<tool_call><tool_call>{"name": "now", "arguments": {}}</tool_call>', "x\n<tool_call>", [("now", "{}")]),
     ("hermes", '<tool_call>{"name": "now", "arguments": {"a": 1, }}</tool_call> x', "}}</tool_call> x", [("now", '{"a": 1, ')]),
     ("hermes", '<tool_call>{"name": "now", "arguments": {"a": 01}}</tool_call>', "1}}</tool_call>", [("now", '{"a": 0')]),
     ("hermes", '<tool_call>{"name": "now", "arguments": {"a": "b', "", [("now", '{"a": "b')]),  # the text ended too early
-    ("hermes", '<tool_call>{"name": "now", "arguments": {}}}</tool_call>', "}</tool_call>", [("now", "{}")]),
     ("hermes", '<tool_call>{"x": ' + "[" * 300, None, []),
     ("qwen3_coder", "<tool_call>\n{\"name\": \"now\"}</tool_call>", None, []),
-    ("qwen3_coder", "<tool_call><function=>\n</function></tool_call>", None, []),
-    ("qwen3_coder", "<tool_call><function=a\nb></function></tool_call>", None, []),
-    ("qwen3_coder", "<tool_call><function=now> stop", None, []),
     ("qwen3_coder", "<tool_call><function=now><parameter=a<b>", None, []),
     ("qwen3_coder", "Write <function=unknown> or <function=nowhere>", None, []),
     ("qwen3_coder", "<tool_call><function=" + "a" * 300, None, []),
@@ -137,29 +122,20 @@ BAD = [
     ("qwen3_coder", "<tool_call><function=get_weather><parameter=days>1", "1", [("get_weather", '{"days": ')]),
     ("qwen3_coder", "<tool_call><function=get_weather><parameter=days>1</parameter></func", "</func", [("get_weather", '{"days": 1')]),
     ("llama3_json", '{"name": "Bob", "age": 3}', None, []),
-    ("llama3_json", '{"answer": {"name": "now"}}', None, []),
     ("llama3_json", '{"name": "now", "parameters": {}', "", [("now", "{}")]),
-    ("llama3_json", '{"name": "now", "age": {}', None, []),
     ("llama3_json", "<|python_tag|>print(1)", None, []),
-    ("llama3_json", '<|python_tag|>brave_search.call(query="x")', None, []),
     ("llama3_json", '{"name": "now", "parameters": {}} {"name": "Bob"}', ' {"name": "Bob"}', [("now", "{}")]),
-    ("llama3_json", "  {", None, []),
     ("llama3_json", " <|python", None, []),
     ("qwen3_coder", CODER + "<parameter=city>\nRome" + CODER_END + "\nBye", "", [("get_weather", '{"city": "Rome\\n</function>\\n</tool_call>\\nBye')]),
     ("mistral", "[TOOL_CALLS]", None, []),
-    ("mistral", "[TOOL_CALLS] now", None, []),
-    ("mistral", "[TOOL_CALLS]now[ARGS]", None, []),
     ("mistral", "[TOOL_CALLS]now[ARGS][1]", None, []),
     ("mistral", "[TOOL_CALLS]now, please", None, []),
     ("mistral", "[TOOL_CALLS]é[ARGS]{}", None, []),
     ("mistral", "[TOOL_CALLS]now[CALL_ID][ARGS]{}", None, []),
     ("mistral", "[TOOL_CALLS]" + "a" * 300 + "[ARGS]{}", None, []),
     ("mistral", "[TOOL_CALLS][]", None, []),
-    ("mistral", '[TOOL_CALLS][{"nam": 1}]', None, []),
     ("mistral", '[TOOL_CALLS]now[ARGS]{"a": 1, } x', "} x", [("now", '{"a": 1, ')]),
-    ("mistral", '[TOOL_CALLS]now[ARGS]{"a": "b', "", [("now", '{"a": "b')]),
     ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": {}}, 5]', ", 5]", [("now", "{}")]),
-    ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": {}}, ', ", ", [("now", "{}")]),
 ]  # fmt: skip
 GOOD = [(form, text, text if content is None else content, calls) for form, text, content, calls in GOOD]
 BAD = [(form, text, text if content is None else content, calls) for form, text, content, calls in BAD]
@@ -279,13 +255,10 @@ def test_a_list_of_calls(text, content, calls):
         assert run(CallListParser(TOOLS), pieces) == (content, calls), pieces
 
 
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
+@pytest.mark.parametrize(("text", "content", "calls"), [
         (' {"city": "a\nb"}', "", [("f", '{"city": "a\\nb"}')]), ('{"a": {"b": []}}\n', "", [("f", '{"a": {"b": []}}')]),
         ('{"a": 1', "", [("f", '{"a": 1')]), ('{"a": 1}} x', "} x", [("f", '{"a": 1}')]), ("text", "text", []), (" \n", " \n", []),
-    ],
-)  # fmt: skip
+])  # fmt: skip
 def test_the_arguments_of_one_function(text, content, calls):
     for pieces in cuts(text):
         assert run(NamedCallParser("f"), pieces) == (content, calls), pieces

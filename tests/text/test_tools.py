@@ -18,15 +18,10 @@ OWN = constraints()
 
 
 def tool(name="f", **parameters):
-    return {
-        "type": "function",
-        "function": {"name": name, "description": "d", "parameters": {"type": "object", **parameters}},
-    }
+    return {"type": "function", "function": {"name": name, "description": "d", "parameters": {"type": "object", **parameters}}}
 
 
-@pytest.mark.parametrize(
-    ("value", "where"),
-    [
+@pytest.mark.parametrize(("value", "where"), [
         ({}, "tools"), (None, "tools"), ([{}] * 513, "tools"), ([5], "tools[0]"),
         ([tool(), {"type": "web_search"}], "tools[1].type"), ([{"type": "function"}], "tools[0].function"),
         ([{"type": "function", "function": {}}], "tools[0].function.name"), ([tool("a b")], "tools[0].function.name"),
@@ -35,8 +30,7 @@ def tool(name="f", **parameters):
         ([{"function": {"name": "f", "parameters": {"type": "array", "items": {}}}}], "tools[0].function.parameters"),
         ([{"function": {"name": "f", "parameters": {"anyOf": [{"type": "null"}]}}}], "tools[0].function.parameters"),
         ([tool("f"), tool("g"), tool("f")], "tools[2].function.name"),
-    ],
-)  # fmt: skip
+])  # fmt: skip
 def test_what_is_no_tool_is_named(value, where):
     with pytest.raises(InputError) as caught:
         read_tools(value)
@@ -58,9 +52,7 @@ def test_arguments_are_an_object(kind):
     assert found.parameters == {"type": "object"}
 
 
-@pytest.mark.parametrize(
-    ("schema", "text", "value"),
-    [
+@pytest.mark.parametrize(("schema", "text", "value"), [
         ({"type": "string"}, " 5 ", " 5 "), ({"type": "string"}, "null", "null"), (None, "5", "5"), ({}, "true", "true"),
         (7, "x", "x"), ({"type": "integer"}, " 12 ", 12), ({"type": "integer"}, "-3.0", -3),
         ({"type": "integer"}, "3.5", "3.5"), ({"type": "integer"}, "1_0", "1_0"), ({"type": "integer"}, "٣", "٣"),
@@ -77,8 +69,7 @@ def test_arguments_are_an_object(kind):
         ({"type": "array"}, "[NaN]", "[NaN]"), ({"type": "array"}, "[" * 9999, "[" * 9999), ({"enum": [1, 2]}, "2", 2),
         ({"enum": ["a", 1]}, "1", "1"), ({"const": True}, "true", True), ({"type": "weird"}, "x", "x"),
         ({"enum": "a"}, "x", "x"), ({"anyOf": 3}, "x", "x"),
-    ],
-)  # fmt: skip
+])  # fmt: skip
 def test_values_by_their_schema(schema, text, value):
     found = json.loads(typed_json(text, types(schema)))
     assert (type(found), found) == (type(value), value)
@@ -91,9 +82,7 @@ DEFINITIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("schema", "expected"),
-    [
+@pytest.mark.parametrize(("schema", "expected"), [
         ({"$ref": "#/$defs/Place"}, ("object",)), ({"allOf": [{"$ref": "#/$defs/Count"}], "default": 1}, ("integer",)),
         ({"$ref": "#/$defs/Maybe"}, ("null", "object")), ({"$ref": "#/$defs/a~1b"}, ("array",)), ({"$ref": "#named"}, ("boolean",)),
         ({"$ref": "#/$defs/Loop"}, ()), ({"$ref": "#/$defs/Tree"}, ("array", "number")), ({"$ref": "#"}, ("object",)),
@@ -102,8 +91,7 @@ DEFINITIONS = {
         ({"type": "number", "allOf": [{"$ref": "#/$defs/Count"}]}, ("integer",)), ({"minimum": 2}, ("number",)),
         ({"type": "object", "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, ("object",)), ({"maxLength": 2}, ("string",)),
         ({"type": ["string", "integer"], "enum": [1, 2]}, ("integer",)), ({"type": "string", "enum": [1]}, ("string",)),
-    ],
-)  # fmt: skip
+])  # fmt: skip
 def test_types_behind_references(schema, expected):
     """Pydantic's and MCP's schemas: a value of a nested model must not become a string."""
     (found,) = read_tools([tool(properties={"x": schema}, **{"$defs": DEFINITIONS})])
@@ -132,9 +120,7 @@ def test_schemas_that_cannot_be_put_together():
         call_schema(read_tools([tool(properties={"a": deep})]), True)
 
 
-@pytest.mark.parametrize(
-    ("parameters", "good", "bad"),
-    [
+@pytest.mark.parametrize(("parameters", "good", "bad"), [
         ({"$schema": "http://json-schema.org/draft-04/schema#", "properties": {"x": {"type": "integer", "minimum": 3, "exclusiveMinimum": True}}},
          '{"x":4}', '{"x":3}'),
         ({"properties": {"x": {"type": "integer", "minimum": 3, "exclusiveMinimum": True}}}, None, None),
@@ -150,8 +136,7 @@ def test_schemas_that_cannot_be_put_together():
         ({"properties": {"x": {"$ref": "#/$defs/A[int]%25 b"}}, "$defs": {"A[int]% b": {"type": "null"}}}, '{"x":null}', '{"x":1}'),
         ({"$schema": "http://json-schema.org/draft-04/schema#", "properties": {"x": {"const": 3}}}, '{"x":3}', '{"x":4}'),
         ({"properties": {"x": {"$ref": "#/nope"}}}, None, None), ({"properties": {"x": 7}}, None, None), ({"properties": 7}, None, None),
-    ],
-)  # fmt: skip
+])  # fmt: skip
 def test_a_list_of_calls_and_a_named_function_have_the_same_arguments(parameters, good, bad):
     """Put into a larger schema, a tool's schema lost its draft and its names, and constants were changed. None: both refuse."""
     parameters = {"type": "object", "additionalProperties": False, "required": ["x"], **parameters}

@@ -36,29 +36,23 @@ def test_races():
     assert findings("========= COMPUTE-SANITIZER\n" + race(NAME, ROLES)) == (1, 0, 0, [], False, False)
 
 
-@pytest.mark.parametrize(
-    ("line", "others", "blind"),
-    [
-        ("Invalid __global__ read of size 4 bytes", 1, False),
-        ("Error: Potential WAW hazard detected at __shared__ 0x10 in block (0,0,0)", 1, False),
-        ('Program hit cudaErrorMemoryAllocation (error 2) due to "out of memory" on CUDA API call to cudaMalloc.', 0, True),
-        ("Internal Sanitizer Error: The Sanitizer encountered an error while launching f and didn't track the launch.", 0, True),
-        ("Program hit cudaErrorIllegalAddress (error 700)", 1, False),
-    ],
-)
+@pytest.mark.parametrize(("line", "others", "blind"), [
+    ("Invalid __global__ read of size 4 bytes", 1, False),
+    ("Error: Potential WAW hazard detected at __shared__ 0x10 in block (0,0,0)", 1, False),
+    ('Program hit cudaErrorMemoryAllocation (error 2) due to "out of memory" on CUDA API call to cudaMalloc.', 0, True),
+    ("Internal Sanitizer Error: The Sanitizer encountered an error while launching f and didn't track the launch.", 0, True),
+    ("Program hit cudaErrorIllegalAddress (error 700)", 1, False),
+])  # fmt: skip
 def test_other_reports(line, others, blind):
     log = f"========= COMPUTE-SANITIZER\n========= {line}\n=========     at k+0x10\n========= \n"
     found = findings(log + "========= ERROR SUMMARY: 1 error\n")
     assert (found.roles, len(found.others), found.ended, found.blind) == (0, others, True, blind)
 
 
-@pytest.mark.parametrize(
-    ("log", "passed"),
-    [
-        (race(NAME, ROLES) + END, ["tests/a.py::x"]), (race(NAME, ROLES), []), (race(NAME, 10**6) + END, []),
-        ("========= Program hit X due to \"out of memory\"\n========= \n" + END, []),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("log", "passed"), [
+    (race(NAME, ROLES) + END, ["tests/a.py::x"]), (race(NAME, ROLES), []), (race(NAME, 10**6) + END, []),
+    ("========= Program hit X due to \"out of memory\"\n========= \n" + END, []),
+])  # fmt: skip
 def test_only_what_a_clean_process_passed_is_not_run_again(log, passed, tmp_path, monkeypatch):
     tool = tmp_path / "compute-sanitizer"
     (tmp_path / "log.txt").write_text(log)

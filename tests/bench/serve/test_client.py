@@ -10,12 +10,12 @@ import re
 import time
 
 import pytest
-from support.fake_server import END, STREAM, Asked, FakeServer, answer, chunk, completion, event
+from support.fake_server import END, STREAM, Asked, FakeServer, answer, chunk, completion
 
 from minirt.bench.serve import client as module
 from minirt.bench.serve import http
 from minirt.bench.serve.client import Generation, Outcome, generate
-from minirt.bench.serve.http import ConnectError, HTTPClient
+from minirt.bench.serve.http import HTTPClient
 from minirt.errors import InputError
 
 
@@ -58,23 +58,18 @@ def test_usage_end_and_latency() -> None:
     assert (outcome.prompt_tokens, outcome.output_tokens, bad.error) == (None, None, "")
 
 
-@pytest.mark.parametrize(
-    ("payloads", "error"),
-    [
-        ([payload("a"), b'{"error": {"message": "out\\nof memory", "code": 500}}', b"[DONE]"], r"an error: out\\nof memory"),
-        ([payload("a"), b'{"error": "gone"}'], "has an error: gone"),
-        ([b"hello", b"[DONE]"], "no completion: hello"),
-        ([b"[1]", b"[DONE]"], r"no completion: \[1\]"),
-        ([b'{"choices": [3]}', b"[DONE]"], "no completion"),
-        ([b'{"choices": {"a": 1}}', b"[DONE]"], "no completion"),
-        ([b'{"choices": [{"delta": "x"}]}'], "no completion"),
-        ([b"[" * 100_000], "no completion"),
-        ([b"\xff"], "no completion"),
-        ([payload("a"), payload("b")], "ended early, after 2 events"),
-        ([b"[DONE]"], "without a token"),
-        ([], "without a token"),
-    ],
-)
+@pytest.mark.parametrize(("payloads", "error"), [
+    ([payload("a"), b'{"error": {"message": "out\\nof memory", "code": 500}}', b"[DONE]"], r"an error: out\\nof memory"),
+    ([payload("a"), b'{"error": "gone"}'], "has an error: gone"),
+    ([b"hello", b"[DONE]"], "no completion: hello"),
+    ([b"[1]", b"[DONE]"], r"no completion: \[1\]"),
+    ([b'{"choices": [3]}', b"[DONE]"], "no completion"),
+    ([b"[" * 100_000], "no completion"),
+    ([b"\xff"], "no completion"),
+    ([payload("a"), payload("b")], "ended early, after 2 events"),
+    ([b"[DONE]"], "without a token"),
+    ([], "without a token"),
+])  # fmt: skip
 def test_what_is_no_completion(payloads: list[bytes], error: str) -> None:
     outcome, generation = Outcome(0, 0.0), read(*payloads)
     generation.fill(outcome, 0.0)
@@ -166,17 +161,6 @@ def test_tokens_that_arrive_together() -> None:
     assert (outcome.error, outcome.events, outcome.itls) == ("", 4, [0, 0, 0])
 
 
-def test_a_stream_until_the_connection_closes_and_a_new_connection_after_it() -> None:
-    async def close(asked: Asked, reader, writer) -> None:
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n" + b"".join(completion(4, 2)))
-        writer.close()
-
-    with FakeServer(close) as server:
-        outcomes = run(server.url, BODY, BODY)
-    assert [(o.error, o.events) for o in outcomes] == [("", 4)] * 2
-    assert server.connections == 2
-
-
 def test_a_kept_connection_that_the_server_closes_is_replaced() -> None:
     """Servers close idle connections at any time; a request that meets this has not failed."""
 
@@ -192,26 +176,17 @@ def test_a_kept_connection_that_the_server_closes_is_replaced() -> None:
     assert [a.connection for a in server.asked] == [0, 0, 1]
 
 
-@pytest.mark.parametrize(
-    ("written", "error", "events"),
-    [
-        (b"", "closed the connection before it answered", 0),
-        (STREAM, "closed the connection in the middle", 0),
-        (STREAM + b"".join(map(chunk, completion(4, 2)[:2])), "closed the connection in the middle", 2),
-        (STREAM + chunk(completion(4, 2)[0])[:-9], "closed the connection in the middle", 0),
-        (STREAM + b"".join(map(chunk, completion(4, 2)[:2])) + END, "ended early, after 2 events", 2),
-        (STREAM + chunk(event({"error": {"message": "boom"}})) + END, "has an error: boom", 0),
-        (STREAM + b"zz\r\n", "bad chunked body", 0),
-        (answer({"choices": []}), 'no event stream but application/json: {"choices"', 0),
-        (answer(b"<html>hi</html>", kind="text/html"), "no event stream but text/html: <html>hi", 0),
-        (answer({"error": {"message": "is full"}}, "429 Too Many Requests"), "HTTP 429 Too Many Requests: is full", 0),
-        (answer({"detail": "Not Found"}, "404 Not Found"), "HTTP 404 Not Found: Not Found", 0),
-        (answer({"error": [1, 2]}, "400 Bad Request"), 'HTTP 400 Bad Request: {"error": [1, 2]}', 0),
-        (answer(b"", "503 Service Unavailable"), "HTTP 503 Service Unavailable", 0),
-        (answer(b"\x1b[31mno\xff" * 999, "500 Internal Server Error"), r"HTTP 500 Internal Server Error: \x1b[31mno", 0),
-        (b"+PONG\r\n", "not HTTP", 0),
-    ],
-)
+@pytest.mark.parametrize(("written", "error", "events"), [
+    (b"", "closed the connection before it answered", 0),
+    (STREAM, "closed the connection in the middle", 0),
+    (STREAM + b"".join(map(chunk, completion(4, 2)[:2])), "closed the connection in the middle", 2),
+    (STREAM + b"".join(map(chunk, completion(4, 2)[:2])) + END, "ended early, after 2 events", 2),
+    (answer({"choices": []}), 'no event stream but application/json: {"choices"', 0),
+    (answer(b"<html>hi</html>", kind="text/html"), "no event stream but text/html: <html>hi", 0),
+    (answer({"error": {"message": "is full"}}, "429 Too Many Requests"), "HTTP 429 Too Many Requests: is full", 0),
+    (answer({"detail": "Not Found"}, "404 Not Found"), "HTTP 404 Not Found: Not Found", 0),
+    (answer(b"\x1b[31mno\xff" * 999, "500 Internal Server Error"), r"HTTP 500 Internal Server Error: \x1b[31mno", 0),
+])  # fmt: skip
 def test_failures_are_named(written: bytes, error: str, events: int) -> None:
     async def handler(asked: Asked, reader, writer) -> None:
         writer.write(written)
@@ -257,17 +232,6 @@ def test_silence_counts_from_the_last_bytes(monkeypatch: pytest.MonkeyPatch) -> 
         assert "nothing for 10 s" in str(exchange.done.exception())
 
     asyncio.run(check())
-
-
-def test_no_connection() -> None:
-    with FakeServer() as server:
-        url = server.url
-    (outcome,) = run(url, BODY)
-    assert "refused" in outcome.error
-    assert outcome.events == 0
-    client = HTTPClient(url, {}, 1.0)
-    with pytest.raises(ConnectError):
-        asyncio.run(client.send(client.encode("GET", "/")))
 
 
 @pytest.mark.parametrize(

@@ -71,21 +71,18 @@ def variant(kernel="k", key="64", registers=10, uses=("m, 1 tokens",), **opcodes
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
-        ([variant(FADD=1), variant(FADD=2)], [variant(FADD=2), variant(FADD=1)], [SAME] * 2),  # two variants of one key
-        ([variant(FADD=1), variant(FADD=9)], [variant(FADD=8), variant(FADD=1)], [SAME, DIFFERENT]),
-        ([variant(key="1", FADD=1)], [variant(key="2", FADD=1)], [RENAMED]),
-        ([variant("a", FADD=1)], [variant("b", FADD=1)], [RENAMED]),
-        ([variant(key="1", FADD=1)], [variant(key="2", FADD=2)], [DIFFERENT]),  # launched by the same steps
-        ([variant(key="1", FADD=1)], [variant(key="2", uses=["other"], FADD=2)], [ONLY_OLD, ONLY_NEW]),
-        ([variant(registers=10)], [variant(registers=11)], [DIFFERENT]),
-        ([variant()], [variant(), variant()], [SAME, ONLY_NEW]),  # a variant is paired once
-        ([variant(), variant("b", "9")], [variant()], [SAME, ONLY_OLD]),
-        ([variant()], [variant() | {"gpu": 80}], [ONLY_OLD, ONLY_NEW]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("old", "new", "expected"), [
+    ([variant(FADD=1), variant(FADD=2)], [variant(FADD=2), variant(FADD=1)], [SAME] * 2),  # two variants of one key
+    ([variant(FADD=1), variant(FADD=9)], [variant(FADD=8), variant(FADD=1)], [SAME, DIFFERENT]),
+    ([variant(key="1", FADD=1)], [variant(key="2", FADD=1)], [RENAMED]),
+    ([variant("a", FADD=1)], [variant("b", FADD=1)], [RENAMED]),
+    ([variant(key="1", FADD=1)], [variant(key="2", FADD=2)], [DIFFERENT]),  # launched by the same steps
+    ([variant(key="1", FADD=1)], [variant(key="2", uses=["other"], FADD=2)], [ONLY_OLD, ONLY_NEW]),
+    ([variant(registers=10)], [variant(registers=11)], [DIFFERENT]),
+    ([variant()], [variant(), variant()], [SAME, ONLY_NEW]),  # a variant is paired once
+    ([variant(), variant("b", "9")], [variant()], [SAME, ONLY_OLD]),
+    ([variant()], [variant() | {"gpu": 80}], [ONLY_OLD, ONLY_NEW]),
+])  # fmt: skip
 def test_pairs(old, new, expected):
     pairs = compiled_code.compare(old, new)
     assert [pair.verdict for pair in pairs] == expected

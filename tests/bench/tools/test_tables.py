@@ -1,14 +1,12 @@
 """The tables of README.md and docs/ on small records of awkward values. Catches a wrong unit or sign, a swapped column, a
 quotient upside down, a missing value that is shown as one, and a form that computes less counted as one that computes as much."""
 
-import re
 
 import pytest
 
 from minirt.bench import picture
 from minirt.bench.kernels import benchmark as kernels
-from minirt.bench.tools import beside_vllm, cells, pictures, results, tables
-from minirt.bench.tools.tables import origin
+from minirt.bench.tools import pictures, results, tables
 
 
 def rows(text):
@@ -18,21 +16,6 @@ def rows(text):
 
 def median(seconds):
     return {"median": seconds}
-
-
-def test_milliseconds():
-    assert [cells.milliseconds(ms) for ms in (0.004, 3.495, 9.994, 9.996, 1234.56)] == [
-        "0.00", "3.50", "9.99", "10.0", "1,234.6"
-    ]  # fmt: skip
-
-
-def test_signs():
-    texts = [cells.signed(value, 2) for value in (0.004, -0.004, 0.0, -0.0058, 1.5)]
-    assert texts == ["0.00", "0.00", "0.00", "−0.01", "+1.50"]
-
-
-def test_a_small_share_is_not_none():
-    assert [cells.percent(share) for share in (None, 0.0, 0.0004, 0.01, 1.02)] == ["–", "0%", "< 1%", "1%", "102%"]
 
 
 def step(batch, context, seconds, share=0.5):
@@ -98,115 +81,23 @@ def beside(prompt=(0.1965, 0.1981)):
     return {results.BESIDE_VLLM: default, results.IN_PROCESS: shared | {"runs": older, "date": "2026-01-01"}}
 
 
-def test_both_engines_in_the_readme():
-    """Catches columns that are swapped, a quotient upside down (offline is a rate, others are times), the better one of two
-    measurements, a figure of another setting of vLLM, figures without their store, and the change by another PyTorch."""
-    shown, told, details, origin, missing, end = tables.readme_table(beside()).split("\n\n")
-    assert (details, end) == ("<details><summary>Versions, cards and method</summary>", "</details>")
-    assert shown.splitlines()[0] == "| M | minirt bf16 | vLLM bf16 | faster | minirt `--fp8` | vLLM fp8 | faster |"
-    assert rows(shown) == [
-        ["decode step, batch 1, ms", "4.00", "–", "–", "2.00", "–", "–"],
-        ["decode step, batch 64, ms", "8.00", "12.0", "1.50 ×", "4.00", "10.0", "2.50 ×"],
-        ["decode step, batch 128, ms", "–", "–", "–", "–", "–", "–"],
-        ["decode step, batch 256, ms", "12.3", "18.5", "1.50 ×", "6.15", "15.4 to 16.0", "2.50 to 2.60 ×"],
-        ["offline, output tokens/s", "12,000", "10,000", "1.20 ×", "20,000", "10,000", "2.00 ×"],
-    ]
-    all_points = "(docs/benchmarks/models.md#beside-vllm)"
-    assert told.startswith("vLLM ran with its default options (")
-    assert "asynchronous scheduling), but N, which" in told
-    assert f"[Other points]{all_points}" in told
-    assert origin.startswith("minirt `c` with torch 2 and Triton 3, on one NVIDIA X 1; vLLM 7 with torch 2 and Triton 3, on an")
-    assert f"With torch 9 and Triton 3, minirt's bf16 times [differ by at most 10%]{all_points}." in origin
-    assert "2026-01-02" in origin
-    assert " A decode step is the least of 3 runs. Offline: -. From [`" in origin, "and not of as many for both engines"
-    assert re.findall(r"\]\(bench/results/(.*?)\.json\)", origin) == [results.BESIDE_VLLM]
-    assert missing.startswith("This comparison falls short of [how minirt measures](docs/measuring.md#the-comparison-with-")
-    assert "outputs were not checked" in missing
-    assert "](docs/benchmarks/models.md#an-earlier-vllm-on-an-h200)" in missing
-
-
-def test_all_points_of_both_engines():
-    """Catches a figure of another setting of vLLM without its mark or in place of the default's, and a tie or loss not told."""
-    shown, lacking, told, *_ = tables.engines_table(beside()).split("\n\n")
-    step = ["decode step, batch 1, context 8,000, ms", "5.00", "8.75‡", "1.75 ×", "2.50", "7.50‡", "3.00 ×"]
-    prompt = ["first token, prompt of 8,192 tokens, ms", "196.5", "198.1‡", "1.01 ×, tie", "100.0", "300.0‡", "3.00 ×"]
-    assert all(row in rows(shown) for row in (step, prompt))
-    assert lacking.startswith("vLLM ran N. ‡ Measured on 2026-01")
-    assert lacking.endswith("the default was 1.11 to 1.20 times as fast, so leads at ‡ may shrink.")
-    tie = "bf16, first token, prompt of 8,192 tokens (minirt 196.5 ms, vLLM 198.1 ms)"
-    assert told.startswith("Against vLLM's default, minirt is faster at 6 of 6 points; against ‡, at 7 of 8. One is a tie (less ")
-    assert tie in told
-    slow = beside(prompt=(0.3, 0.2))
-    slow[results.BESIDE_VLLM]["runs"][3]["results"][1]["step_s"] = [0.0061, 0.007]
-    text = beside_vllm.ties(slow)
-    assert text.startswith("Against vLLM's default, minirt is faster at 5 of 6 points; against ‡, at 7 of 8. ")
-    assert "One is a tie (less than 2% apart): fp8, decode step, batch 256 (minirt 6.15 ms, vLLM 6.10 to 7.00 ms)." in text
-    assert "vLLM is faster: bf16, first token, prompt of 8,192 tokens (minirt 300.0 ms, vLLM 200.0 ms)." in text
-
-
-def test_the_headline_is_about_what_vllm_does_by_default():
-    """Catches the factors of other settings (1.75 and 3.00), and the worse one of two measurements left out."""
-    text = tables.headline(beside())
-    bf16, fp8 = "1.50 times as fast in bf16 (batch 64 and 256)", "2.50 to 2.60 times as fast in `--fp8` (batch 64 and 256)"
-    offline = "offline throughput is 1.20 times vLLM's in bf16 and 2.00 times vLLM's in `--fp8`"
-    assert text.startswith(f"**M on an X, beside vLLM 7: {offline}; decode steps are {bf16} and {fp8}.** ")
-    assert "Weights were random" in text, "beside the first figure, not far below it"
-
-
-def test_both_engines_with_the_protocol_and_a_later_pytorch():
-    """Catches a point that one engine or the later run lacks shown as a number or left out, and runs that are mixed up."""
-    both = beside()
-    both[results.BESIDE_VLLM]["runs"][3]["results"].append({"batch_size": 192, "context_len": 128, "step_s": 0.014})
-    text = tables.engines_table(both)
-    assert rows(text.partition("\n\n")[0])[2] == ["decode step, batch 192, ms", "–", "–", "–", "–", "14.0", "–"]
-    assert "\n- Clock: C.\n" in text
-    assert "19,000 output tokens/s" in text
-    assert "(docs/" not in text, "a link from README.md"
-    assert "(#beside-vllm)" not in text, "a link to where it stands"
-    later = text.rpartition("\n\n")[2]
-    assert later.splitlines()[0] == "| bf16 | torch 2 | torch 9 |"
-    assert rows(later)[0] == ["decode step, batch 1, ms", "4.00", "3.60"]
-    assert rows(later)[3] == ["decode step, batch 1, context 8,000, ms", "5.00", "4.50"]
-    assert rows(later)[-1] == ["offline, output tokens/s", "12,000", "–"]
-
-
-def test_drafts_and_the_first_token():
-    """Catches another model's rates of vLLM, a quotient upside down, and a part that was not measured shown as 0."""
-
-    def drafts(model, method, **changed):
-        shared = {"model": model, "quantization": None, "method": method, "num_drafts": 3, "tokens_per_step": 2.5}
-        return shared | {"engine": "minirt", "results": [{"batch_size": 8, "tokens_per_s": 1200.0, "speedup": 1.75}]} | changed
-
-    peer = {"engine": "vLLM", "version": "7", "note": "N", "results": [{"batch_size": 8, "tokens_per_s": 800.0}]}
-    record = {"commit": "c", "protocol": {"drafts": "p", "start": "s"}, "model": "M", "device": "X", "date": "d"}
-    record["drafts"] = [drafts("M", "synthetic"), drafts("N", "mtp"), drafts("N", "mtp", **peer)]
-    shown = tables.drafts_table({"a": record}).partition("\n\n")[0]
-    assert rows(shown) == [
-        ["M bf16, 3 synthetic drafts, batch 8", "2.50", "1,200.0", "1.75 ×", "–", "–"],
-        ["N bf16, 3 MTP drafts, batch 8", "2.50", "1,200.0", "1.75 ×", "800.0", "1.50 ×"],
-    ]
-    parts = {"import_torch_s": None, "cuda_s": 1.0, "load_s": 2.0, "warm_up_s": 3.0, "first_token_s": 9.04}
-    record["start"] = [{"quantization": "fp8", "caches": "of bf16", "kernels_compiled": 5} | parts]
-    shown = tables.first_token_table({"a": record}).partition("\n\n")[0]
-    assert rows(shown) == [["`--fp8`, kernel caches of bf16", "–", "1.0", "2.0", "3.0", "9.0", "5"]]
-
-
 def test_the_picture_of_both_engines(monkeypatch, tmp_path):
-    """Catches bars of the other engine or the slower measurement, ratios upside down (rates are not times), and points of another
-    setting of vLLM than its default."""
+    """Catches bars of the other engine or the slower measurement, prompts that are not divided by their tokens, ratios upside
+    down, and points of another setting of vLLM without their mark."""
     drawn = []
     monkeypatch.setattr(picture, "save", lambda figure, target, note: drawn.append(figure))
     pictures.engines(beside(), tmp_path, "")
-    steps, fast, offline = drawn[0].axes
-    assert [[round(bar.get_height(), 2) for bar in bars] for bars in steps.containers] == [[8, 12.3], [12, 18.45]]
-    assert [[int(bar.get_height()) for bar in bars] for bars in offline.containers] == [[12000, 20000], [10000, 10000]]
-    assert [text.get_text() for text in fast.texts] == ["2.50 ×", "2.50 ×"]
-    assert [text.get_text() for text in offline.texts] == ["1.20 ×", "2.00 ×"]
-    assert [text.get_text() for text in steps.get_xticklabels()] == ["batch 64", "batch 256"]
+    steps, fast, prompts, _ = drawn[0].axes
+    assert [[round(bar.get_height(), 2) for bar in bars] for bars in steps.containers] == [[4, 8, 12.3, 5], [7, 12, 18.45, 8.75]]
+    assert [[round(bar.get_height(), 2) for bar in bars] for bars in prompts.containers] == [[39.06, 23.99], [68.36, 24.18]]
+    assert [text.get_text() for text in fast.texts] == ["3.00 ×", "2.50 ×", "2.50 ×", "3.00 ×"]
+    assert [text.get_text() for text in prompts.texts] == ["1.75 ×", "1.01 ×"]
+    labels = [text.get_text() for text in steps.get_xticklabels()]
+    assert labels == ["batch 1‡", "batch 64", "batch 256", "batch 1\ncontext 8,000‡"]
     assert {"minirt", "vLLM 7"} == {text.get_text() for text in steps.get_legend().get_texts()}
     title = drawn[0].get_suptitle()
     assert "NVIDIA X 1, a card for each · 2026-01-02" in title
-    assert title.endswith(" · no check")
+    assert title.endswith("\n‡: vLLM in the caller's process, 2026-01-01 · no check")
 
 
 def test_what_was_not_checked_is_marked_where_it_is_shown():
@@ -225,22 +116,6 @@ def test_what_was_not_checked_is_marked_where_it_is_shown():
     ]  # fmt: skip
     assert tables.unchecked(records.values()) == "† Not checked in the run that timed it: `--skip-check`."
     assert tables.unchecked([records["a"], STEPS["a"]]) == ""
-
-
-def test_other_shapes():
-    records = {"a": STEPS["a"], "b": STEPS["b"] | {"results": [step(256, 128, 0.01, 0.333), step(3, 128, 0.002)]}}
-    assert rows(tables.others_table(records)) == [
-        ["M, batch 1, context 128", "4.78", "50%", "–", "–"],
-        ["M, batch 256, context 128", "12.3", "100%", "10.0", "33%"],
-        ["M, batch 3, context 128", "–", "–", "2.00", "50%"],
-    ]
-
-
-def test_checks():
-    unchecked = {"checked": False, "why": "no time"}
-    checks = [{"checked": True, "against": "the truth"}, unchecked, unchecked]
-    text = tables.checks_table({name: {"correctness": one} for name, one in zip("abc", checks, strict=True)})
-    assert text == "Checks before timing:\n\n- `a`: compared with the truth.\n- `b`, `c`: no time."
 
 
 def test_about_tells_every_machine_and_the_range_of_ceilings():
@@ -320,56 +195,6 @@ def test_trace():
     ]
 
 
-def test_startup():
-    def start(caches, first):
-        stages = {name: median(i + 0.04) for i, name in enumerate(("imported_s", "loaded_s", "ready_s"))}
-        return {"caches": caches, **stages, "first_token_s": median(first)}
-
-    record = {"quantization": "fp8", "results": [start("empty", 20.96), start("warm", 6.5)]}
-    assert rows(tables.startup_table({"a": record})) == [
-        ["`--fp8`, warm kernel caches", "0.0", "1.0", "2.0", "6.5"],
-        ["`--fp8`, empty kernel caches", "0.0", "1.0", "2.0", "21.0"],
-    ]
-
-
-def test_chunking_leaves_out_what_ran_alone():
-    def beside(limit, p99):
-        gaps = {"p50": 0.0041, "p99": p99, "max": 0.2}
-        return {"inter_token_s": gaps, "max_num_batched_tokens": limit, "tokens_per_s": 31234.5}
-
-    records = {
-        "a": {"results": [{"inter_token_s": None}, beside(512, 0.018)]}, "b": {"results": [beside(8192, 0.1996)]}
-    }  # fmt: skip
-    assert rows(tables.chunking_table(records)) == [
-        ["8,192", "4.10", "199.6", "200.0", "31,234"],
-        ["512", "4.10", "18.0", "200.0", "31,234"],
-    ]
-
-
-def whole(best, **fusion):
-    decode = {"batch_size": 2, "context_len": 9, "launched_s": 0.01, "eager_s": 0.004, "candidate_s": best}
-    return {"decode": decode, "fusion": {name: {"step_s": seconds} for name, seconds in fusion.items()}}
-
-
-def test_fusion_of_two_records():
-    records = {
-        "a": {"model": "M", "dtype": "bfloat16", "whole_model": whole(0.002, mlp=0.003)},
-        "b": {"model": "M", "dtype": "bfloat16 · fp8", "whole_model": whole(0.001, head=0.001)},
-        "c": {"model": "M", "dtype": "bfloat16", "whole_model": None},
-    }
-    assert rows(tables.fusion_table(records)) == [
-        ["eager, launched from Python", "10.000", "5.00 ×", "10.000", "10.00 ×"],
-        ["eager in a CUDA graph", "4.000", "2.00 ×", "4.000", "4.00 ×"],
-        ["Triton", "2.000", "", "1.000", ""],
-        ["Triton, but mlp eager", "3.000", "1.50 ×", "–", "–"],
-        ["Triton, but head eager", "–", "–", "1.000", "1.00 ×"],
-    ]
-    assert tables.fusion_table({"c": records["c"]}) == ""
-    assert "| bf16, ms | over Triton | `--fp8`, ms |" in tables.fusion_table(records)
-    records["b"]["model"] = "N"
-    assert "| M, bf16, ms | over Triton | N, `--fp8`, ms |" in tables.fusion_table(records)
-
-
 def layer(kind, eager, triton, added, out, share=0.5):
     def part(pair):
         return {"error": {"relative": pair[0]}, "torch": {"relative": pair[1]}}
@@ -421,72 +246,8 @@ def test_kernels():
     ]
 
 
-def test_products_beside_both_of_cublas_sums():
-    def product(name, tokens, triton, lacks=(), **others):
-        row = kernel(name, tokens, triton, lacks=lacks, **others)
-        return row | {"errors": {form: {"relative": 1e-3 * tokens} for form in row["seconds"] if form not in lacks}}
-
-    measured = [
-        product("gemm_o", 129, 1e-5, eager=9e-5, library=0.79e-5), product("gemm_o", 2, 2e-5, library=4e-5),
-        product("gemm_o.fp8", 2, 1e-5, library=2e-5, library_fast=1e-5),
-        product("gemm_gate_up", 2, 1e-3, library=1e-3, lacks=["library"]), product("gemm_down", 2, None),
-    ]  # fmt: skip
-    text = tables.gemms_table({"a": {"results": measured}})
-    assert text.splitlines()[0] == "| GEMM, model | 2 tokens | 129 tokens | largest error |"
-    assert rows(text) == [
-        ["`gemm_o`, Qwen2.5-7B", "20.0 · 2.00", "10.0 · 0.79", "1.3e-01 · 1.3e-01"],
-        ["`gemm_o.fp8`, Qwen2.5-7B", "10.0 · 2.00 · 1.00", "–", "2.0e-03 · 2.0e-03 · 2.0e-03"],
-        ["`gemm_gate_up`, Qwen2.5-7B", "1,000.0 · 1.00\\*", "–", "2.0e-03"],
-    ]
-
-
-def test_attention_of_prompts_on_pages_of_both_kinds():
-    def point(name, tokens, context, **facts):
-        return kernel(name, tokens, 1e-5, context=context, **facts) | {"flops_per_s": 2.5e14, "bytes_per_s": 7.1e10}
-
-    measured = [
-        point("attention_prefill", 2048, 0, library=1.05e-5), point("attention_prefill", 2, 30000),
-        point("attention_prefill.fp8", 2048, 0, library=0.5e-5), point("attention_decode", 1, 8000),
-        point("attention_prefill", 512, 0, model="Other"),
-    ]  # fmt: skip
-    assert rows(tables.attention_table({"a": {"results": measured}})) == [
-        ["2,048 @ 0", "10.0", "250", "71", "1.05 ×", "10.0", "250", "71", "0.50 ×"],
-        ["2 @ 30,000", "10.0", "250", "71", "–", "–", "–", "–", "–"],
-    ]
-
-
-def test_what_tuning_finds():
-    def bucket(kernel, best=1e-5, step=None):
-        facts = {"kernel": kernel, "config": "x" if step and step < 4e-3 else None, "rule_s": 1e-5, "best_s": best, "tried": 7}
-        return facts | {"rule_step_s": step and 4e-3, "best_step_s": step}
-
-    measured = [bucket("gemv"), bucket("gemv", 9e-6, 3.96e-3), bucket("gemv", 5e-6, 4.1e-3), bucket("gemm")]
-    records = {"a": {"quantization": None, "results": measured}, "b": {"quantization": "fp8", "results": measured[3:]}}
-    assert rows(tables.tuned_table(records)) == [
-        ["`gemv`, bf16", "3", "21", "2", "30.0%", "50.0%", "1", "1.0%", "1.0%"],
-        ["`gemm`, bf16", "1", "7", "0", "–", "–", "0", "–", "–"],
-        ["`gemm`, `--fp8`", "1", "7", "0", "–", "–", "0", "–", "–"],
-    ]
-
-
 @pytest.mark.parametrize("name", kernels.BENCHMARKS)
 def test_what_the_table_of_kernels_shows_is_measured(name):
     operation = kernels.BENCHMARKS[name]
     points = {(tokens, context if operation.context else None) for tokens, context in operation.points}
-    assert set(tables.shown_points(name)) <= points
-
-
-def test_the_cpu():
-    record = {
-        "threads": 2, "ratio": 1.0508, "peak_mb": 844.009, "weights_mb": 538.06, "first_token_s_after_process_start": 1.37
-    }  # fmt: skip
-    text = tables.cpu_table({"a": record})
-    assert "On 2 CPU threads" in text
-    assert "1.05 times" in text
-    assert "805 MiB, of which 513 MiB are weights" in text
-    assert "1.4 s after" in text
-
-
-def test_results_are_named_by_their_commits():
-    records = {"a": {"commit": "1"}, "b": [{"commit": "2"}, {"commit": "2"}], "c": {"commit": "1-dirty"}, "d": {"commit": "1"}}
-    assert origin(records) == "From `a`, `d` (commit 1); `b` (commit 2); `c` (commit 1-dirty)."
+    assert set(tables.telling(name)) <= points
