@@ -60,13 +60,13 @@ test: $(MODEL)/config.json
 	OMP_NUM_THREADS=1 $(BIN)/python -O -m pytest $(RUN) -q -m "not slow" tests/engine/test_engine.py tests/engine/test_engine_faults.py tests/loading/test_load.py tests/cli/test_errors.py tests/test_generator.py
 
 # What the next target depends on, and what that was when it last passed.
-COMPILED := find kernels tests/emulate tests/kernels/compile tests/kernels/test_emulated.py -name '*.py' | LC_ALL=C sort | xargs sha256sum | sha256sum
+COMPILED := find kernels minirt/layers tests/emulate tests/kernels -name '*.py' | LC_ALL=C sort | xargs sha256sum | sha256sum
 PASSED := tests/kernels/compile/passed.sha256
 
-# Kernels compiled for five GPU generations, and those of Hopper emulated from their PTX: what a change of kernels/ needs besides.
+# Kernels compiled for five GPU generations, those of Hopper emulated from their PTX, and sweeps: what a change of kernels needs.
 test-compile: $(VENV)/dev
-	@echo "kernels for other GPUs: some 10 to 20 minutes on two cores"
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(RUN) -m exhaustive tests/kernels
+	@echo "kernels for other GPUs, and sweeps: some 20 to 40 minutes on two cores"
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(RUN) -m exhaustive tests/kernels tests/layers
 	$(COMPILED) > $(PASSED)
 
 test-compile-if-changed:

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import time
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,22 +35,6 @@ def pytest_runtest_setup() -> None:
     """Exits cleanly once MINIRT_TEST_END has passed, so that the tests that have run count (`tests/tools/sanitize.py`)."""
     if time.time() > float(os.environ.get("MINIRT_TEST_END", "inf")):
         pytest.exit("MINIRT_TEST_END has passed", returncode=0)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """In the interpreter, which takes long, each value of a parameter is in one case at least; other cases are exhaustive.
-
-    Which ones is drawn by their names, so that values are mixed and the choice stays. It concerns tests that make tensors.
-    """
-    seen: dict[Any, set[tuple[str, str]]] = {}
-    for item in sorted(items, key=lambda item: zlib.crc32(item.name.encode())) if len(DTYPES) == 2 else ():
-        values = {(name, str(value)) for name, value in item.callspec.params.items()} if hasattr(item, "callspec") else set()
-        if len(values) > 1 and "make" in item.fixturenames and Path(__file__).parent in item.path.parents:
-            known = seen.setdefault(item.function, set())
-            if values <= known:
-                item.add_marker(pytest.mark.exhaustive)
-            known |= values
 
 
 @pytest.fixture(scope="module")

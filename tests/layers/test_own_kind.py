@@ -175,8 +175,8 @@ def compose_both(config):
     layers = decoder.decoder_layers(config)
     for i, layer in enumerate(layers):
         if layer.kind == "attention":
-            q, k, v = (part.name for part in layer.qkv.parts)
-            layers[i] = Both(config, name=layer.name, norm=layer.norm.name, q=q, k=k, v=v, o=layer.o.parts[0].name)
+            prefix = layer.o.parts[0].name.partition(".o_proj")[0]
+            layers[i] = Both(config, name=layer.name, norm=layer.norm.name, prefix=prefix)
     return layers
 
 

@@ -45,7 +45,7 @@ def test_parity(case: str, tmp_path: Path) -> None:
     params = [SamplingParams(max_tokens=count, ignore_eos=True, temperature=0) for count in (30, 12, 20, 6, 9)]
     with load(tmp_path, kv_cache_memory=5 * page, max_num_seqs=4, max_model_len=256) as generator:
         answers = [completion.token_ids for completion in generator.generate(texts, params)]
-        assert generator._live.stats.num_preemptions
+        assert generator._engine.engine.stats.num_preemptions
     for prompt, tokens, asked in zip(texts, answers, params, strict=True):
         check_greedy(model, prompt, tokens, asked.max_tokens)
 

@@ -66,7 +66,7 @@ def test_repeated_prompts_forks_and_a_conversation(lookahead: int, folder: Path,
                 check(done, expected)
                 if len(tokens) > 140:
                     assert done.cached_tokens >= len(tokens) - 3 - COUNT - 64
-        stats = generator._live.stats.drafts
+        stats = generator.draft_stats
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
@@ -111,7 +111,7 @@ def test_few_pages_few_states_and_requests_that_are_dropped(lookahead: int, fold
                 check(done, wanted)
         stats = generator.prefix_cache_stats
         assert stats is not None
-        assert min(stats.hits, stats.evictions, stats.snapshot_evictions, generator._live.stats.num_preemptions) > 0
+        assert min(stats.hits, stats.evictions, stats.snapshot_evictions, generator._engine.engine.stats.num_preemptions) > 0
         sampled = params(9, temperature=1.0, seed=4, n=3)
         for done, wanted in zip(*(model.generate([many[5]], sampled)[0].outputs for model in (generator, plain)), strict=True):
             check(done, wanted)

@@ -39,6 +39,6 @@ def test_against_transformers(case, tmp_path):
     params = SamplingParams(max_tokens=GREEDY[case], ignore_eos=True, temperature=0)
     with Generator.from_pretrained(tmp_path, device="cpu", kv_cache_memory=pages * page) as generator:
         outputs = [completion.token_ids for completion in generator.generate(prompts(), params)]
-        assert generator._live.stats.num_preemptions
+        assert generator._engine.engine.stats.num_preemptions
     for prompt, tokens in zip(prompts(), outputs, strict=True):
         check_greedy(model, prompt, tokens, GREEDY[case])

@@ -108,7 +108,7 @@ def test_drafts_change_no_token(folders: dict[str, Path]) -> None:
         proposer.known = {len(text): tokens for text, tokens in zip(texts, expected, strict=True)}
         with Generator.from_pretrained(folders["2-to-1"], kv_cache_memory=memory, speculative=proposer, **options) as generator:
             assert [done.token_ids for done in generator.generate(texts, params)] == expected
-            stats = generator._live.stats
+            stats = generator._engine.engine.stats
             assert 0 < stats.drafts.num_accepted_tokens < stats.drafts.num_draft_tokens
             assert (stats.num_preemptions > 0) == (memory < 1 << 24)
 

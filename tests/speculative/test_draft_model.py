@@ -87,7 +87,7 @@ def test_drafts_are_the_reference_s(case: str, tmp_path: Path) -> None:
     with load(tmp_path, mtp(drafts, draft_vocab_size=vocab), max_num_batched_tokens=budget) as generator:
         seen = watch(generator)
         done = generator.generate(texts, [greedy(count) for count in counts])
-        stats = generator._live.stats.drafts
+        stats = generator.draft_stats
         assert not share or 5 < stats.num_accepted_tokens < stats.num_draft_tokens
     assert {length for length, *_ in seen} == {len(text) for text in texts}
     for prompt_len, cached, token, proposed in seen:
@@ -117,7 +117,7 @@ def test_the_same_text_with_drafts_and_without(kind: str, lookahead: int, folder
             done = generator.generate(texts, params)
             answers.append([(one.token_ids, one.finish_reason, [row.token_id for row in one.logprobs or ()]) for one in done])
             if speculative is not None:
-                stats = generator._live.stats.drafts
+                stats = generator.draft_stats
                 assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     assert answers[0] == answers[1]
 
@@ -141,7 +141,7 @@ def test_right_drafts_are_accepted_more_often_at_a_temperature(lookahead: int, f
 
                 proposer.propose = cold  # type: ignore[method-assign]
             done = generator.generate(texts, params)
-            stats = generator._live.stats.drafts
+            stats = generator.draft_stats
             lengths.append((stats.num_accepted_tokens / stats.num_draft_tokens, done))
     (with_noise, first), (without, second) = lengths
     assert [done.token_ids for done in first] == [done.token_ids for done in second]
@@ -167,7 +167,7 @@ def test_a_draft_model_without_memory(kind: str, folders: dict[str, Path]) -> No
         proposer._states = lambda count: torch.empty(count, model.config.hidden_size, dtype=model.dtype)
         with pytest.warns(RuntimeWarning, match="no memory left for drafts"):
             assert [done.token_ids for done in generator.generate(texts, greedy(40))] == expected
-        assert generator._live.stats.drafts.num_draft_tokens > 0
+        assert generator.draft_stats.num_draft_tokens > 0
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
@@ -196,7 +196,7 @@ def test_slots_change_hands(lookahead: int, folders: dict[str, Path]) -> None:
         expected = [generator.generate(text, each).token_ids for text, each in zip(texts, params, strict=True)]
     with load(folders["hybrid"], mtp(), lookahead, max_num_seqs=3) as generator:
         assert [done.token_ids for done in generator.generate(texts, params)] == expected
-        assert generator._live.stats.drafts.num_accepted_tokens > 0
+        assert generator.draft_stats.num_accepted_tokens > 0
 
 
 def test_a_grammar_beside_drafts(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_on_a_gpu(graphs: bool, tmp_path: Path) -> None:
     with load(tmp_path, mtp(), lookahead=1, **options) as generator:
         seen = watch(generator)  # with CUDA graphs, only steps that have none
         assert [done.token_ids for done in generator.generate(texts, params)] == expected
-        assert 0 < generator._live.stats.drafts.num_accepted_tokens < generator._live.stats.drafts.num_draft_tokens
+        assert 0 < generator.draft_stats.num_accepted_tokens < generator._engine.engine.stats.drafts.num_draft_tokens
     for prompt_len, cached, token, drafts in seen:
         i = next(i for i, text in enumerate(texts) if len(text) == prompt_len)
         tokens = texts[i] + expected[i]

@@ -107,7 +107,7 @@ def test_formats_say_the_same_and_that_nothing_is_a_speed(sound, tmp_path):
 @pytest.mark.parametrize(("suffix", "timed"), [(".png", True), (".svg", False)])
 def test_picture(suffix, timed, sound, tmp_path):
     shared, result = sound
-    rows = [row | compare._times(2e-3, 1e-3) for row in result.rows] if timed else result.rows
+    rows = [row | {"eager_s": 2e-3, "candidate_s": 1e-3, "speedup": 2.0} for row in result.rows] if timed else result.rows
     report = compare_report.report(shared, compare.Result(rows, None, {}, []), cuda=False)
     target = tmp_path / f"a{suffix}"
     draw(report.context, report.results, target)
@@ -394,15 +394,13 @@ def test_bad_input_is_refused(run, folder, tmp_path, monkeypatch):
     refused(run(*base, "-q"), "run with TRITON_INTERPRET=1 set")
 
 
-@pytest.mark.parametrize(("cuda", "longest", "given", "expected"), [
-    (True, 4096, {}, (512, 2, 128, 512)),
-    (True, 256, {}, (256, 2, 128, 256)),
-    (False, 30, {}, (30, 2, 24, 30)),
-    (True, 256, {"prompt_len": 300, "context_len": 7}, (300, 2, 7, 256)),  # a given length is refused later, not reduced
-])  # fmt: skip
-def test_default_lengths_fit_the_model(cuda, longest, given, expected):
-    options = dict.fromkeys(("prompt_len", "context_len", "num_tokens")) | {"batch_size": 2} | given
-    assert cli_compare._shape(options, None, cuda, longest) == compare.Shape(*expected)
+@pytest.mark.parametrize(("given", "expected"), [((), (30, 1, 24, 30)), (("--prompt-len", 31, "-c", 7), (31, 1, 7, 30))])
+def test_default_lengths_fit_the_model(given, expected, run, hf_folder, monkeypatch):
+    """A given length is refused later, not reduced. The defaults of a CPU."""
+    shapes = []
+    monkeypatch.setattr(compare, "run", lambda model, tokens, shape, **_: shapes.append(shape))
+    run("compare", "-m", hf_folder("Qwen2", max_position_embeddings=30), *CPU, *given, "-q")
+    assert shapes == [compare.Shape(*expected)]
 
 
 def test_a_text_that_is_too_short(model):

@@ -82,22 +82,21 @@ def beside(prompt=(0.1965, 0.1981)):
 
 
 def test_the_picture_of_both_engines(monkeypatch, tmp_path):
-    """Catches bars of the other engine or the slower measurement, prompts that are not divided by their tokens, ratios upside
-    down, and points of another setting of vLLM without their mark."""
+    """Catches bars of the other engine or the slower measurement, ratios upside down (rates are not times), and points of another
+    setting of vLLM than its default."""
     drawn = []
     monkeypatch.setattr(picture, "save", lambda figure, target, note: drawn.append(figure))
     pictures.engines(beside(), tmp_path, "")
-    steps, fast, prompts, _ = drawn[0].axes
-    assert [[round(bar.get_height(), 2) for bar in bars] for bars in steps.containers] == [[4, 8, 12.3, 5], [7, 12, 18.45, 8.75]]
-    assert [[round(bar.get_height(), 2) for bar in bars] for bars in prompts.containers] == [[39.06, 23.99], [68.36, 24.18]]
-    assert [text.get_text() for text in fast.texts] == ["3.00 ×", "2.50 ×", "2.50 ×", "3.00 ×"]
-    assert [text.get_text() for text in prompts.texts] == ["1.75 ×", "1.01 ×"]
-    labels = [text.get_text() for text in steps.get_xticklabels()]
-    assert labels == ["batch 1‡", "batch 64", "batch 256", "batch 1\ncontext 8,000‡"]
+    steps, fast, offline = drawn[0].axes
+    assert [[round(bar.get_height(), 2) for bar in bars] for bars in steps.containers] == [[8, 12.3], [12, 18.45]]
+    assert [[int(bar.get_height()) for bar in bars] for bars in offline.containers] == [[12000, 20000], [10000, 10000]]
+    assert [text.get_text() for text in fast.texts] == ["2.50 ×", "2.50 ×"]
+    assert [text.get_text() for text in offline.texts] == ["1.20 ×", "2.00 ×"]
+    assert [text.get_text() for text in steps.get_xticklabels()] == ["batch 64", "batch 256"]
     assert {"minirt", "vLLM 7"} == {text.get_text() for text in steps.get_legend().get_texts()}
     title = drawn[0].get_suptitle()
     assert "NVIDIA X 1, a card for each · 2026-01-02" in title
-    assert title.endswith("\n‡: vLLM in the caller's process, 2026-01-01 · no check")
+    assert title.endswith(" · no check")
 
 
 def test_what_was_not_checked_is_marked_where_it_is_shown():
@@ -250,4 +249,4 @@ def test_kernels():
 def test_what_the_table_of_kernels_shows_is_measured(name):
     operation = kernels.BENCHMARKS[name]
     points = {(tokens, context if operation.context else None) for tokens, context in operation.points}
-    assert set(tables.telling(name)) <= points
+    assert set(tables.shown_points(name)) <= points

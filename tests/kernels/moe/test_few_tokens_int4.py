@@ -56,6 +56,7 @@ def test_few_tokens(case, T, dtype, make, nan, agrees):
 CONFIGS = [FewTokensInt4Config(*sizes) for sizes in ((1, 1, 1), (2, 2, 1), (4, 1, 2), (8, 1, 1))]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.rows}-{c.num_warps}-{c.tiles}")
 @pytest.mark.parametrize(("k", "H", "inter"), [(2, 1400, 9), (5, 9, 300), (3, 9, 1056), (4, 9, 61)])
 def test_any_configuration(config, k, H, inter, dtype, make, nan, agrees):
