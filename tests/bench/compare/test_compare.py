@@ -25,7 +25,6 @@ from minirt.bench.compare import report as compare_report
 from minirt.bench.compare.model import compare_text as over_text
 from minirt.bench.compare.report import draw
 from minirt.bench.report import FORMATS, context
-from minirt.cli import compare as cli_compare
 from minirt.errors import ContextLengthError, InputError
 
 CPU = ("--device", "cpu")
