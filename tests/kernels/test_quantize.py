@@ -37,8 +37,8 @@ def check_groups(x, nan):
     out = torch.full((T, K), 0x7F, dtype=torch.uint8, device=x.device).view(FP8)
     values, scale = kernel.quantize(x, out, nan(T, -(-K // 128), dtype=torch.float32), blocks=True)
     for group, first in enumerate(range(0, K, 128)):
-        group = slice(first, first + 128)
-        check_nearest(x[:, group], values[:, group], scale[:, group])
+        columns = slice(first, first + 128)
+        check_nearest(x[:, columns], values[:, columns], scale[:, group])
     expected, expected_scale = reference.quantize_fp8_blocks(x, T)
     assert torch.equal(values.view(torch.uint8), expected.contiguous().view(torch.uint8))
     assert torch.equal(scale, expected_scale)

@@ -82,7 +82,7 @@ UNUSUAL = rf"{DOWN}: not a readable .* a tensor is not described as usual"
 HEADERS = {  # which safetensors itself accepts
     "a list": (lambda header: json.dumps(header | {DOWN: list(header[DOWN].values())}), UNUSUAL),
     "an object for the dtype": (lambda header: _described(header, dtype={header[DOWN]["dtype"]: None}), UNUSUAL),
-    "twice": (_twice, rf"model\.safetensors: a key is repeated.*{DOWN}"),
+    "twice": (_twice, rf"model\.safetensors: is not readable JSON: a key is repeated.*{DOWN}"),
 }
 
 

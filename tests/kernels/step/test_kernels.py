@@ -273,8 +273,8 @@ def test_one_token_each(garbage):
     words[:, columns.page_tables : columns.page_tables + 3] = torch.tensor([[10, 11, 12], [20, 21, 22], [30, 31, 32]])
     sequences = [(1, -1, 1, 1, 1), (-1, -1, 1, 1, 1), (2, -1, 1, 1, 1), (0, 4, 1, 1, 1)]
     rows = Rows(*torch.tensor(sequences, dtype=torch.int32).T, tokens=torch.tensor([44], dtype=torch.int32))
-    out = garbage(columns, 4, 5, 4, 4)
-    table.derive(words, columns, rows, out, 4, 8, one_token=True)
+    out, settings = garbage(columns, 4, 5, 4, 4)
+    table.derive(words, columns, rows, out, settings, 4, 8, one_token=True)
     assert out.tokens.tolist() == [22, 0, 33, 44, 0]
     assert out.positions.tolist() == [8, 0, 4, 4, 0]
     assert out.slots.tolist() == [88, -1, 124, 44, -1]
@@ -284,4 +284,4 @@ def test_one_token_each(garbage):
     assert out.block_tables.tolist() == [[[20, 21, 22], [-77] * 3, [30, 31, -77], [10, 11, -77]]]
     assert out.logits_indices.tolist() == [0, 2, 3, 3]
     assert out.draw_slots.tolist() == [-1, 2, 0, -1]
-    assert out.step.tolist() == [6, 4, 3, 0]
+    assert settings.step.tolist() == [6, 4, 3, 0]
