@@ -12,7 +12,8 @@ from minirt.errors import InputError, quoted, shortened
 from minirt.settings import Settings, documented, setting, settings_of, switch
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
-MAX_LENGTH = {"json": 1 << 18, "regex": 1 << 15, "choice": 1 << 18, "grammar": 1 << 18}  # characters
+# Characters. Checks of a schema take time in proportion; OpenAI allows 120,000 of names and values.
+MAX_LENGTH = {"json": 1 << 17, "regex": 1 << 15, "choice": 1 << 18, "grammar": 1 << 18}
 MAX_CHOICES = 4096
 MAX_MARKER = 256  # characters of `reasoning_end`
 
