@@ -147,9 +147,9 @@ def case(random: Random) -> tuple[str, bytes]:
 
 
 def chain(count: int, wrap: Callable[[Any], Any], leaf: Any) -> str:
-    """A schema of `count` definitions that each refer to the next."""
-    names = {f"a{i}": wrap({"$ref": f"#/$defs/a{i + 1}"}) for i in range(count)}
-    return json.dumps({"$ref": "#/$defs/a0", "$defs": names | {f"a{count}": leaf}})
+    """A schema of `count` definitions that each refer to the next, in few characters."""
+    names = {f"{i:x}": wrap({"$ref": f"#/$defs/{i + 1:x}"}) for i in range(count)}
+    return json.dumps({"$ref": "#/$defs/0", "$defs": names | {f"{count:x}": leaf}}, separators=(",", ":"))
 
 
 def rules(count: int, form: str) -> str:
@@ -168,7 +168,7 @@ def _items(own: Any) -> Any:
 
 # What recurses deeply, at `limits.MAX_LEVELS`.
 DEEPEST: tuple[tuple[str, Callable[[int], dict[str, Any]]], ...] = (
-    ("objects", lambda most: {"json": chain(most // 2 - 2, WRAPS[1], {"type": "null"})}),
+    ("objects", lambda most: {"json": chain(most // 2 - 2, WRAPS[4], {"type": "null"})}),
     ("references", lambda most: {"json": chain(most - 5, WRAPS[0], {"type": "null"})}),
     ("allOf", lambda most: {"json": chain(most // 5 - 2, lambda own: _all(_all(_all(_all(own)))), {})}),
     ("anyOf", lambda most: {"json": chain(most // 5 - 2, lambda own: _items(_items(WRAPS[9](_items(own)))), {"type": "null"})}),
