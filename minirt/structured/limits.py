@@ -11,7 +11,7 @@ import re
 from minirt.errors import InputError, shortened
 from minirt.text.guarded import Limits
 
-MAX_TRIAL = Limits(cpu_seconds=0.3, seconds=30, memory=4 << 30)  # of that process
+MAX_TRIAL = Limits(cpu_seconds=0.5, seconds=30, memory=4 << 30)  # of that process
 COMPILE_STACK = 64 << 20  # bytes; of address space until they are used
 # Bounds what one path may have: rules, terminals and brackets of a grammar; the levels of all schemas that a "$ref" leads to.
 MAX_LEVELS = 4096

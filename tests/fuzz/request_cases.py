@@ -11,7 +11,7 @@ LARGEST = 300_000  # characters of a schema or grammar: above the limit of both
 
 WRAPS: tuple[Callable[[Any], Any], ...] = (
     lambda own: own,
-    lambda own: {"type": "object", "properties": {"x": own}},
+    lambda own: {"type": "object", "properties": {"": own}},
     lambda own: {"type": "object", "properties": {"x": own}, "required": ["x"], "additionalProperties": False},
     lambda own: {"type": "object", "properties": {"x": own, "y": own}, "required": ["x", "y"]},
     lambda own: {"type": "object", "additionalProperties": own},
@@ -168,7 +168,7 @@ def _items(own: Any) -> Any:
 
 # What recurses deeply, at `limits.MAX_LEVELS`.
 DEEPEST: tuple[tuple[str, Callable[[int], dict[str, Any]]], ...] = (
-    ("objects", lambda most: {"json": chain(most // 2 - 2, WRAPS[4], {"type": "null"})}),
+    ("objects", lambda most: {"json": chain(most // 2 - 50, WRAPS[1], {"type": "null"})}),  # as many as fit
     ("references", lambda most: {"json": chain(most - 5, WRAPS[0], {"type": "null"})}),
     ("allOf", lambda most: {"json": chain(most // 5 - 2, lambda own: _all(_all(_all(_all(own)))), {})}),
     ("anyOf", lambda most: {"json": chain(most // 5 - 2, lambda own: _items(_items(WRAPS[9](_items(own)))), {"type": "null"})}),
