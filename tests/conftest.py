@@ -103,18 +103,11 @@ def hf_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
     def make(family: str, seed: int = 0, shard: str | None = None, fused: bool = False, **options: object) -> Path:
         torch.manual_seed(seed)
-        settings: dict = dict(  # noqa: C408
-            hidden_size=64,
-            intermediate_size=97,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=211,
-            max_position_embeddings=256,
-            bos_token_id=1,
-            eos_token_id=2,
-            pad_token_id=0,
-        )
+        settings: dict[str, Any] = {
+            "hidden_size": 64, "intermediate_size": 97, "num_hidden_layers": 3, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "vocab_size": 211, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2,
+            "pad_token_id": 0,
+        }  # fmt: skip
         settings |= options
         if family == "Mistral":
             settings.setdefault("sliding_window", None)

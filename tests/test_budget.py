@@ -33,7 +33,7 @@ BUDGET = {
     "minirt/patching": 642,
     "bench": 6_507,
     "examples": 146,
-    "tests": 38_265,
+    "tests": 38_198,
 }
 
 

@@ -344,7 +344,7 @@ def cpu_table(records: Records) -> str:
         f"On {record['threads']} CPU threads, minirt decodes SmolLM2-135M at {record['ratio']:.2f} times the speed of "
         f"transformers and needs {mib(record['peak_mb']):,.0f} MiB, of which {mib(record['weights_mb']):,.0f} MiB are weights. "
         f"The first token comes {record['first_token_s_after_process_start']:.1f} s after the process starts "
-        "(`tests/tools/compare_transformers.py`)."
+        "(measured by `tests/tools/compare_transformers.py` of commit 62ea63a3)."
     )
 
 

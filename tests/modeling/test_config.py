@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -384,10 +385,8 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], list[str]]] = [
 @pytest.mark.parametrize(("kind", "fields", "words"), UNSUPPORTED)
 def test_unsupported_is_refused_by_name(kind: str, fields: dict[str, Any], words: list[str]) -> None:
     """Catches a model that is computed as another one."""
-    with pytest.raises(UnsupportedError) as caught:
+    with pytest.raises(UnsupportedError, match="".join(f"(?=.*{re.escape(word)})" for word in words)):
         parse_config(raw_config(kind, **fields))
-    for word in words:
-        assert word in str(caught.value)
 
 
 @pytest.mark.parametrize(("kind", "fields"), [

@@ -94,10 +94,8 @@ CHANGES: list[tuple[str, dict[str, Any], list[str]]] = [
 
 @pytest.mark.parametrize(("kind", "fields", "words"), CHANGES)
 def test_what_changes_the_model_is_refused(kind: str, fields: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(UnsupportedError) as caught:
+    with pytest.raises(UnsupportedError, match="".join(f"(?=.*{re.escape(word)})" for word in words)):
         parse_config(raw_config(kind, **fields))
-    for word in words:
-        assert word in str(caught.value)
 
 
 @pytest.mark.parametrize(("kind", "fields"), [
