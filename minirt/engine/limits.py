@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from minirt.kernels.attention.limits import KV_SPLIT
 
-# The default token budget of a step. On a CPU a larger step is hardly faster, and an interrupt or another request waits for it.
-MAX_NUM_BATCHED_TOKENS = {"cuda": 8192, "cpu": 256}
+# The default token budget of a step on a CPU (on a GPU: `loading.memory`). A larger step is hardly faster, and an interrupt or
+# another request waits for it.
+CPU_NUM_BATCHED_TOKENS = 256
 MAX_LOGITS_ROWS = 256  # rows of logits of a step, those of drafts included, unless more sequences run at once
 MAX_SHARING = 2  # how often the KV pages of a cache count in a step: sequences with the same beginning share pages
 
@@ -28,7 +29,7 @@ class EngineLimits:
 
     max_model_len: int
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS["cpu"]
+    max_num_batched_tokens: int = CPU_NUM_BATCHED_TOKENS
     max_waiting: int | None = None
     max_step_ms: float = 0.0
     max_drafts: int = 0

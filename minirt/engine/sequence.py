@@ -55,7 +55,7 @@ class Sequence:
         self.added_at = 0.0  # the time at which it was queued
         self.queue_time_s: float | None = None  # from then until its first admission; None before, and once it was reported
         self.logprobs: list[TokenLogprobs] = []  # of tokens that the caller has not got
-        # Of the prompt, until the caller gets them; None: it does not ask.
+        # Log-probabilities of the prompt, until they are delivered; None: the request does not ask for them.
         self.scores: list[TokenLogprobs] | None = None if self.sampling.prompt_logprobs is None else []
         self.logits: list[Tensor] = []  # of all tokens, with `logits_only`
         # Without a slot: int32 tokens, faster by `array` than by NumPy from a list; times; and `num_drafts`.

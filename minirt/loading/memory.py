@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from minirt.device import AbsentGPU, free_memory, held_by_others, is_out_of_memory, total_memory
-from minirt.engine.limits import MAX_NUM_BATCHED_TOKENS, EngineLimits
+from minirt.engine.limits import CPU_NUM_BATCHED_TOKENS, EngineLimits
 from minirt.engine.logits_processors import PROCESSED_ROWS
 from minirt.errors import ConfigError, OutOfMemoryError
 from minirt.kernels.sampling.slots import slot_bytes
@@ -154,7 +154,7 @@ def plan_memory(
         tables += 3 * max(each, default=0)  # while a table is computed, there are temporary tensors
     other = tables + options.max_num_seqs * state
     fixed = weights + other
-    candidates = (MAX_NUM_BATCHED_TOKENS["cpu"],) if on_cpu else NUM_BATCHED_TOKENS
+    candidates = (CPU_NUM_BATCHED_TOKENS,) if on_cpu else NUM_BATCHED_TOKENS
     if on_cpu:
         budget = free if asked is not None else min(free, fixed + int(max(0, free - fixed) * CPU_SHARE))
     if options.max_num_batched_tokens is not None:
