@@ -141,7 +141,7 @@ class Watch:  # what the C library's environment holds when torch is imported, w
             value = ctypes.CDLL(None).getenv
             value.restype = ctypes.c_char_p
             found.append((value(b"GOMP_SPINCOUNT") or b"").decode())
-            print(json.dumps(found[0]))
+            print(json.dumps(found[0]), flush=True)
             os._exit(0)
 sys.meta_path.insert(0, Watch())
 """

@@ -84,8 +84,8 @@ class Generation:
         aborted: tokens of requests without a stream come when they end. None: the engine does not answer soon, or has ended."""
         running, unread = dict(self._call.open), 0
         try:
-            async with asyncio.timeout(_COUNT_SECONDS):
-                counts = await engine.num_tokens(list(running))
+            # Not asyncio.timeout: before Python 3.11.3 it cannot end in a task that is being cancelled, as this one is.
+            counts = await asyncio.wait_for(engine.num_tokens(list(running)), _COUNT_SECONDS)
         except (MinirtError, TimeoutError):
             return None
         for (request_id, stream), count in zip(running.items(), counts, strict=True):
