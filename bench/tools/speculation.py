@@ -48,10 +48,10 @@ def force(generator: Generator, rate: float) -> None:
 
     def forced(logits: Tensor, row_maxima: Any, step: Any, settings: Any, plan: Any, proposed: Tensor | None = None) -> Any:
         drawn, packed = draw(logits, row_maxima, step, settings, plan, proposed)
-        if proposed is not None and plan.num_draws > len(plan.sequences):
+        if proposed is not None and plan.sequences.total_draws > len(plan.sequences.slots):
             counts = plan.sequences.num_draws
             slots = np.repeat(plan.sequences.slots, counts)
-            place = np.arange(plan.num_draws) - np.repeat(counts.cumsum() - counts, counts)  # of a row's draft
+            place = np.arange(plan.sequences.total_draws) - np.repeat(counts.cumsum() - counts, counts)  # of a row's draft
             at = torch.from_numpy(np.stack((slots, place.clip(max=proposed.shape[1] - 1))).astype(np.int64))
             if drawn.is_cuda:  # from pageable memory, the host would wait for the step
                 at = at.pin_memory().to(drawn.device, non_blocking=True)

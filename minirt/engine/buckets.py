@@ -123,13 +123,14 @@ class Buckets:
 
     def find(self, plan: StepPlan) -> Bucket | None:
         """The bucket for a step, or None if such steps have no CUDA graph."""
-        sequences, tokens = plan.sequences, plan.num_tokens
-        if tokens == len(sequences) == plan.num_draws == plan.num_logits:
+        sequences = plan.sequences
+        tokens, logits, draws = sequences.total_tokens, sequences.total_logits, sequences.total_draws
+        if tokens == len(sequences.slots) == draws == logits:
             return _for_lengths(Bucket(self._batches[len(sequences)]), plan)
-        if self.limits.max_drafts and plan.num_draws == plan.num_logits == tokens and sequences.starts.max() < 0:
+        if self.limits.max_drafts and draws == logits == tokens and sequences.starts.max() < 0:
             bucket = self.drafting(len(sequences), tokens)
             return None if bucket is None else _for_lengths(bucket, plan)
-        many = plan.num_logits > plan.num_draws or (self.limits.max_drafts and sequences.num_draws.max() > 1)
+        many = logits > draws or (self.limits.max_drafts and sequences.num_draws.max() > 1)
         if tokens > self.max_tokens or many:  # more than one row of logits of a sequence: scored ones, or drafts
             return None
         return _for_lengths(Bucket(1 if len(sequences) == 1 else self.max_seqs, self._tokens[tokens]), plan)

@@ -54,7 +54,7 @@ class Collector:
         same = slots.epochs[planned.slots] == work.epochs  # else it has ended, or was preempted, since the step was started
         rows = (same & (planned.num_draws > 0)).nonzero()[0]
         drawing, draws, counts, tokens = planned.slots, planned.num_draws, result.counts, result.tokens
-        if len(rows) < len(planned):
+        if len(rows) < len(planned.slots):
             drawing, draws, counts, tokens = drawing[rows], draws[rows], counts[rows], tokens[rows]
         if self._drafts is not None and result.proposed is not None:
             self._drafts.read(drawing, draws, counts, tokens, result.proposed[rows])

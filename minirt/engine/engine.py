@@ -235,7 +235,7 @@ class Engine:
                 full = QueueFullError("too many requests wait", expected=expected, found=before, hint=hint)
                 outputs.append(self._fail(sequence.id, full))
             while work is not None and (problem := self._start(work, outputs, deliver)) is not None:
-                tokens, slots = int(work.planned.num_tokens.sum()), work.planned.slots.tolist()
+                tokens, slots = work.planned.total_tokens, work.planned.slots.tolist()
                 place = 0 if problem.slot is None else slots.index(problem.slot)
                 slot = slots[place]
                 same = self._scheduler.slots.epochs[slot] == work.epochs[place]  # else it has ended while masks were filled
@@ -290,7 +290,7 @@ class Engine:
                 raise
             return StepOutOfMemory(getattr(error, "slot", None), str(error))
         if self._step_times is not None and not work.prompts and not plan.sampling.masked:
-            self._step_times.observe(plan.num_tokens, time.perf_counter() - began)
+            self._step_times.observe(plan.sequences.total_tokens, time.perf_counter() - began)
         self._scheduler.started(work)
         self._in_flight.append((step, work))
         # Work that the step's launch does not need.

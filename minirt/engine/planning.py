@@ -29,7 +29,7 @@ def plan_step(work: Work, slots: HostSlots, columns: Columns, vocab: int) -> Ste
     """
     planned, rules, scored = work.planned, list[SlotRules](), list[Scored]()
     tokens, edits = list[np.ndarray](), list[Edit]()
-    going_on = len(planned) - len(work.prompts)  # the first ones; of prompts, each is looked at
+    going_on = len(planned.slots) - len(work.prompts)  # the first ones; of prompts, each is looked at
     for place, sequence in work.prompts:
         slot, start, count, num_logits, num_draws, _ = planned.values[:, place].tolist()
         known, stop = sequence.tokens, start + count

@@ -316,9 +316,9 @@ class Scheduler:
         first = values[:, :going_on]
         first[0], first[1], first[2:5], first[5] = slots, -1, counts, lens
         if not chunks:
-            return Work(PlannedSequences(values, [used] * 3), self.slots.epochs[slots], [], copies)
+            return Work(PlannedSequences(values, *values, used, used, used), self.slots.epochs[slots], [], copies)
         values[:, going_on:] = np.transpose(list(chunks.values()))
-        planned, places = PlannedSequences(values, values[2:5].sum(1).tolist()), list(enumerate(chunks, going_on))
+        planned, places = PlannedSequences(values, *values, *values[2:5].sum(1).tolist()), list(enumerate(chunks, going_on))
         snapshots: tuple[Snapshot, ...] = ()
         if self._states is not None:
             snapshots = self._states.snapshots(places, [chunk.stop for chunk in chunks.values()])
@@ -454,7 +454,7 @@ class Scheduler:
     def started(self, work: Work) -> None:
         """A step with these sequences was started."""
         host, slots, draws = self.slots, work.planned.slots, work.planned.num_draws
-        self.starting, self.clock, self._steps_since = None, self.clock + work.planned.sums[0], self._steps_since + 1
+        self.starting, self.clock, self._steps_since = None, self.clock + work.planned.total_tokens, self._steps_since + 1
         if self._steps_since >= self._until_larger:
             self._limit_tokens, self._steps_since = min(2 * self._limit_tokens, self.limits.max_num_batched_tokens), 0
         if self._states is not None:

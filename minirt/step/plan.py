@@ -5,7 +5,7 @@ It names sequences by slot, and says nothing that only the device knows: how man
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -52,37 +52,37 @@ class Snapshot(NamedTuple):
     offset: int
 
 
+@dataclass(eq=False)
 class PlannedSequences:
     """The sequences of a step, in order.
 
-    Args:
-        values: [6, B] int64, with which NumPy indexes fastest; one row for each of these attributes.
-        sums: of `num_tokens`, `num_logits` and `num_draws`, which the scheduler knows: NumPy is slow for a few numbers.
-
     Attributes:
+        values: [6, B] int64, with which NumPy indexes fastest; its rows are the next six attributes.
         slots: the row of the table.
         starts: position of the first new token, whose tokens the plan has; −1: it goes on with the next tokens of its slot.
         num_tokens: number of new tokens; with next tokens, the maximum.
         num_logits: number of the last new tokens that need logits.
         num_draws: how many of these, the last ones, a token is drawn from.
         seq_lens: cached tokens after the step, at most.
+        total_tokens, total_logits, total_draws: of all sequences. (The scheduler knows them; NumPy is slow for a few numbers.)
     """
 
-    def __init__(self, values: np.ndarray, sums: list[int]) -> None:
-        self.values, self.sums = values, sums
-        self.slots, self.starts, self.num_tokens, self.num_logits, self.num_draws, self.seq_lens = values
+    values: np.ndarray
+    slots: np.ndarray
+    starts: np.ndarray
+    num_tokens: np.ndarray
+    num_logits: np.ndarray
+    num_draws: np.ndarray
+    seq_lens: np.ndarray
+    total_tokens: int
+    total_logits: int
+    total_draws: int
 
     @classmethod
     def of(cls, sequences: Iterable[tuple[int, int, int, int, int, int]]) -> "PlannedSequences":
         """From one tuple of these values for each sequence."""
         values = np.array(list(sequences), np.int64).reshape(-1, 6).T
-        return cls(values, values[2:5].sum(1).tolist())
-
-    def __reduce__(self) -> Any:
-        return PlannedSequences, (self.values, self.sums)
-
-    def __len__(self) -> int:
-        return self.values.shape[1]
+        return cls(values, *values, *values[2:5].sum(1).tolist())
 
 
 class SlotRules(NamedTuple):
@@ -131,12 +131,7 @@ class Sampling(NamedTuple):
 
 @dataclass(eq=False)
 class StepPlan:
-    """A step: `sequences` in order, `tokens` (int32) of those with a start, one after the other, and what changes before it.
-
-    Attributes:
-        num_tokens: new tokens, at most.
-        num_logits, num_draws: rows of logits, and how many of them a token is drawn from.
-    """
+    """A step: `sequences` in order, `tokens` (int32) of those with a start, one after the other, and what changes before it."""
 
     sequences: PlannedSequences
     tokens: np.ndarray = field(default_factory=lambda: NO_TOKENS)
@@ -146,9 +141,3 @@ class StepPlan:
     sampling: Sampling = field(default_factory=Sampling)
     copies: Copies = NO_COPIES
     snapshots: tuple[Snapshot, ...] = ()
-    num_tokens: int = field(init=False)
-    num_logits: int = field(init=False)
-    num_draws: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.num_tokens, self.num_logits, self.num_draws = self.sequences.sums

@@ -50,7 +50,7 @@ def test_another_process_draws_the_same_tokens():
 
     def kept(plan):
         own = plan.sequences
-        assert [plan.num_tokens, plan.num_logits, plan.num_draws] == own.values[2:5].sum(1).tolist(), "buckets go by these sums"
+        assert [own.total_tokens, own.total_logits, own.total_draws] == own.values[2:5].sum(1).tolist(), "buckets go by these sums"
         plans.append(pickle.dumps(plan))
         step = start(plan)
         results.append(step.result().lists())

@@ -132,7 +132,7 @@ def breaking(it, most, seed):
     model, send, draw = it._runner._model, it._runner._buffers.send, random.Random(seed)
 
     def before(plan, **options):
-        if plan.num_tokens > most and draw.random() < 0.4:
+        if plan.sequences.total_tokens > most and draw.random() < 0.4:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return send(plan, **options)
 

@@ -271,6 +271,7 @@ def deterministic_algorithms():
         torch.use_deterministic_algorithms(before)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_more_prompts_than_programs(drafts, make, device, dtype):
     """13 prompts, of more chunks than a grid has, among single tokens and padding: each has the bits that it has alone.
@@ -309,6 +310,7 @@ def test_a_step_without_prompts(make, device):
         assert torch.equal(ours.nan_to_num(99), theirs.nan_to_num(99))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_the_width_of_programs_changes_no_bit(drafts, make, device, dtype, monkeypatch):
     """The number of prompts chooses it. Catches a channel or a snapshot that a program leaves to another one."""

@@ -90,6 +90,7 @@ def test_the_same_experts_as_with_more_tokens(name, T, make):
     torch.testing.assert_close(out[:finite], truth[:finite], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_every_configuration_gives_the_same(make, nan, monkeypatch):
     """Rows per program, loads in flight, the step in K, blocks and rounds change no result by more than rounding."""
     monkeypatch.setattr(few_tokens, "sm_count", lambda device: 1)  # several rounds

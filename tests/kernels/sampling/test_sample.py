@@ -244,6 +244,7 @@ def test_equal_and_masked_logits(temperature, device):
         assert kernel.sample(logits, batch).tolist() == sample(logits, batch, "eager").tolist()
 
 
+@pytest.mark.exhaustive
 def test_many_rows_are_left_for_the_selection(make, device, monkeypatch):
     """More listed rows than programs work on at a time, greedy rows and rows without a distribution between them.
 
@@ -270,6 +271,7 @@ def test_many_rows_are_left_for_the_selection(make, device, monkeypatch):
         assert len(set(rows[:count])) == count
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("top_p", [0.3, 0.95])
 def test_top_k_and_top_p_together_are_checked_without_a_selection(top_p, make, device):
     """Catches a row that is taken as settled though top-p drops its winner, and one that selects without need.
