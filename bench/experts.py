@@ -48,13 +48,13 @@ def observing(generator: Generator, observer: Callable[[Layer, Tensor], None]) -
     forwards = {layer: layer._forward for layer in layers if layer._forward is not None}
 
     def begin(engine: Engine) -> Any:
-        graphs, engine._runner._graphs = engine._runner._graphs, None
+        graphs, engine._runner.graphs.captured = engine._runner.graphs.captured, None
         for layer, forward in forwards.items():
             layer._forward = partial(_observed, observer, layer, forward)
         return graphs
 
     def end(engine: Engine) -> None:
-        engine._runner._graphs = graphs
+        engine._runner.graphs.captured = graphs
         for layer, forward in forwards.items():
             layer._forward = forward
 

@@ -5,11 +5,11 @@ from itertools import pairwise
 import torch
 
 from minirt.engine.engine import Engine
-from minirt.engine.planning import plan_step
+from minirt.engine.plan import plan_step
 from minirt.engine.request import Request
-from minirt.engine.scheduler import Work
-from minirt.engine.sequence import Sequence
-from minirt.engine.slots import HostSlots
+from minirt.engine.schedule.scheduler import Work
+from minirt.engine.state.sequence import Sequence
+from minirt.engine.state.slots import HostSlots
 from minirt.errors import ContextLengthError, EngineError, InputError, UnsupportedError
 from minirt.generator import Generator
 from minirt.sampling_params import SamplingParams, resolve
@@ -52,7 +52,7 @@ def _replay(engine: Engine, batch_size: int, context_len: int, repeats: int) -> 
         plan = plan_step(
             Work(planned, slots.epochs[planned.slots], list(enumerate(sequences))), slots, runner.columns, engine._vocab_size
         )
-        graphs, bucket = runner._graphs, None if runner.buckets is None else runner.buckets.find(plan)
+        graphs, bucket = runner.graphs.captured, runner.graphs.find(plan)
         if graphs is None or bucket is None:
             what = "there is no CUDA graph to time; it needs a GPU and every layer on Triton"
             raise UnsupportedError(what, where="replay_times", found=f"device {engine._device}")

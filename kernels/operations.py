@@ -170,18 +170,18 @@ OPERATIONS = {
         Operation(
             "sample", "sampling.sample", "a token for each row of logits: temperature, top-k, top-p, min-p, draw",
             ("sampling.sample:_race_kernel", "sampling.sample:_check_kernel", "sampling.filters:_select_kernel"),
-            ("minirt.engine.sampler:sample",), "sampling.sample:cost", "sampling.sample:CASES",
+            ("minirt.engine.execute.sampler:sample",), "sampling.sample:cost", "sampling.sample:CASES",
             no_op="its reference is the engine's sampler, which `kernels` may not import",
         ),
         Operation(
             "process", "sampling.process", "masks, biases and penalties of logits", ("sampling.process:_process_kernel",),
-            ("minirt.engine.logits_processors:process",), exported=False,
+            ("minirt.engine.execute.logits_processors:process",), exported=False,
             no_op="it reads and counts in buffers of minirt's sampler",
         ),
         Operation(
             "token_logprobs", "sampling.logprobs", "log-probabilities and ranks of tokens, and the most probable tokens",
-            ("sampling.logprobs:_parts_kernel", "sampling.logprobs:_combine_kernel"), ("minirt.engine.logprobs:token_logprobs",),
-            exported=False,
+            ("sampling.logprobs:_parts_kernel", "sampling.logprobs:_combine_kernel"),
+            ("minirt.engine.execute.logprobs:token_logprobs",), exported=False,
             no_op="its result is packed for minirt's sampler",
         ),
         Operation(

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, overload
 
 from minirt.call_driver import CallDriver, Wakeup
+from minirt.engine.collect.sinks import Sink, Sinks
 from minirt.engine.engine_thread import EngineThread
 from minirt.engine.request import Request, TokenOutput
-from minirt.engine.sinks import Sink, Sinks
 from minirt.errors import InputError, SlowReaderError
 from minirt.foreign_names import checks_names
 from minirt.generator import Generator

@@ -8,8 +8,8 @@ import asyncio
 import time
 from collections.abc import Iterator
 
+from minirt.engine.collect.sinks import Port, Sink
 from minirt.engine.request import TokenOutput
-from minirt.engine.sinks import Port, Sink
 from minirt.outputs import CompletionStream, Piece
 from minirt.processor import Call
 

@@ -20,8 +20,8 @@ from minirt.engine.engine import Engine
 from minirt.engine.engine_thread import EngineThread
 from minirt.engine.gc_freeze import freeze_gc
 from minirt.engine.limits import EngineLimits
-from minirt.engine.prefix_cache import PrefixCacheStats
 from minirt.engine.request import DraftStats, Request, TokenOutput
+from minirt.engine.schedule.prefix_cache import PrefixCacheStats
 from minirt.errors import ConfigError, EngineError, InputError, UnsupportedError, printable
 from minirt.foreign_names import check_names, checks_names
 from minirt.loading.load import load

@@ -137,13 +137,13 @@ def test_it_gives_what_a_generator_gives(folder):
 
 def gated(generator):
     """Makes the model wait for a permit before each step → the semaphore of permits."""
-    permits, model = threading.Semaphore(0), generator._engine.engine._runner._model
+    permits, model = threading.Semaphore(0), generator._engine.engine._runner.model
 
     def wait(batch, cache):
         permits.acquire()
         return model(batch, cache)
 
-    generator._engine.engine._runner._model = wait
+    generator._engine.engine._runner.model = wait
     return permits
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minirt.bench.bounds import Floor, floor
-from minirt.engine.sampler import SamplingBatch, sample
+from minirt.engine.execute.sampler import SamplingBatch, sample
 from minirt.errors import UnsupportedError
 from minirt.kernels import reference
 from minirt.kernels.operations import OPERATIONS

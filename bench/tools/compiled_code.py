@@ -85,7 +85,7 @@ def list_variants(cc: int, models: Sequence[str], calls: Path | None) -> list[Li
     from triton.backends.compiler import GPUTarget
     from triton.runtime import JITFunction, driver
 
-    from minirt.engine import logits_processors, logprobs, runner, sampler, step_buffers
+    from minirt.engine.execute import logits_processors, logprobs, sampler, step_buffers, step_graphs
     from minirt.kernels import launch
 
     class NoDevice:
@@ -104,7 +104,7 @@ def list_variants(cc: int, models: Sequence[str], calls: Path | None) -> list[Li
     launch._INTERPRETER, launch._INTERPRETER_SMS = cc, SMS[cc]  # on a CPU, kernels are configured for this GPU
     for module in (logits_processors, logprobs, sampler, step_buffers):
         module.is_nvidia = lambda device: True  # type: ignore[attr-defined]
-    runner.CudaGraphs = lambda *_: object()  # type: ignore[assignment, misc]  # nothing is captured
+    step_graphs.CudaGraphs = lambda *_: object()  # type: ignore[assignment, misc]  # nothing is captured
     lists, run = _Lists(), JITFunction.run
 
     def list_only(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -126,12 +126,13 @@ def list_variants(cc: int, models: Sequence[str], calls: Path | None) -> list[Li
 
 
 def _launch_model(name: str, cc: int, lists: _Lists) -> None:
-    """Launch every kernel that serving the model can need: what `Runner.warm_up` runs, with the first layers of the model."""
+    """Launch every kernel that serving the model can need: what `warm_up` runs, with the first layers of the model."""
     import torch
 
     from minirt.device import AbsentGPU
+    from minirt.engine.execute.runner import Runner
     from minirt.engine.limits import EngineLimits
-    from minirt.engine.runner import Runner
+    from minirt.engine.warmup.warm_up import launch_all, sample_once
     from minirt.errors import UnsupportedError
     from minirt.kernels.sampling.batch import SamplingBatch
     from minirt.layers.base import implementation
@@ -172,12 +173,12 @@ def _launch_model(name: str, cc: int, lists: _Lists) -> None:
 
     model.dry_run = labelled  # type: ignore[method-assign]
     lists.use = f"{name}, sampling"
-    runner.launch_all(model)
+    launch_all(runner, model)
     # Greedy steps sample from the row maxima of their CUDA graphs.
-    for bucket in [] if runner.buckets is None else runner.buckets.all():
-        row_maxima = runner._static(bucket)[1].row_maxima
+    for bucket in [] if runner.graphs.buckets is None else runner.graphs.buckets.all():
+        row_maxima = runner.graphs.static(bucket)[1].row_maxima
         if row_maxima is not None:
-            runner._sample(SamplingBatch.variants(cpu)[0], row_maxima.values[:1])
+            sample_once(runner, SamplingBatch.variants(cpu)[0], row_maxima.values[:1])
 
 
 def _fewest_layers(config: Any) -> int:

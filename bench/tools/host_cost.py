@@ -82,7 +82,7 @@ class Cost:
         self._generator, self._sequences, self._steps = generator, sequences, steps
         self._thread = generator._engine
         self._nothing = Nothing(2 * sequences)
-        self._thread.call(lambda engine: setattr(engine._runner, "_model", self._nothing))
+        self._thread.call(lambda engine: setattr(engine._runner, "model", self._nothing))
         greedy = resolve(SamplingParams(temperature=0.0, max_tokens=1), None)
         self._waiting = [Request(self._thread.new_id(), [5, 7], greedy) for _ in range(waiting)]
 

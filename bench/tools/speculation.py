@@ -40,10 +40,10 @@ BATCHES, PROMPT, TOKENS, PAIRS, DRAFTS = (1, 8, 32), 100, 256, 8, 4
 def force(generator: Generator, rate: float) -> None:
     """From now on, draws of this generator's engine are drafts with the probability `rate`, and other tokens otherwise."""
     runner: Any = generator._engine.engine._runner
-    send, forward = runner._buffers.send, runner._forward  # no CUDA graph draws
-    runner._buffers.send = lambda plan, **options: send(plan, **options | {"greedy": False})
+    send, forward = runner.buffers.send, runner._forward  # no CUDA graph draws
+    runner.buffers.send = lambda plan, **options: send(plan, **options | {"greedy": False})
     runner._forward = lambda plan: forward(plan)._replace(committed=False)
-    stages = runner._stages
+    stages = runner.stages
     draw = stages.draw
 
     def forced(logits: Tensor, row_maxima: Any, step: Any, settings: Any, plan: Any, proposed: Tensor | None = None) -> Any:

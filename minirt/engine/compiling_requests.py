@@ -5,7 +5,7 @@ from collections.abc import Container, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from minirt.engine.request_checks import no_constraints
-from minirt.engine.sequence import Sequence
+from minirt.engine.state.sequence import Sequence
 from minirt.engine.token_constraints import TokenConstraint, TokenConstraints
 from minirt.errors import EngineError, MinirtError
 

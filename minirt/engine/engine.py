@@ -16,19 +16,20 @@ import numpy as np
 import torch
 
 from minirt.device import is_device_failure, is_out_of_memory, peak_memory
-from minirt.engine.collector import Collector, Deliver
+from minirt.engine.collect.collector import Collector, Deliver
 from minirt.engine.compiling_requests import CompilingRequests
-from minirt.engine.draft_lengths import DraftLengths
+from minirt.engine.execute.runner import ModelLike, Runner, Step
+from minirt.engine.execute.sampling_stages import StepOutOfMemory
 from minirt.engine.limits import EngineLimits
-from minirt.engine.planning import plan_step
-from minirt.engine.prefix_cache import PrefixCacheStats
+from minirt.engine.plan import plan_step
+from minirt.engine.proposer import Proposer
 from minirt.engine.request import DraftStats, EngineStats, Request, TokenOutput
 from minirt.engine.request_checks import RequestChecks
-from minirt.engine.runner import ModelLike, ProgressCallback, Proposer, Runner, Step
-from minirt.engine.sampling_stages import StepOutOfMemory
-from minirt.engine.scheduler import Scheduler, Work
-from minirt.engine.sequence import Sequence
-from minirt.engine.step_times import OnlineStepTimes
+from minirt.engine.schedule.draft_lengths import DraftLengths
+from minirt.engine.schedule.prefix_cache import PrefixCacheStats
+from minirt.engine.schedule.scheduler import Scheduler, Work
+from minirt.engine.schedule.step_times import OnlineStepTimes
+from minirt.engine.state.sequence import Sequence
 from minirt.engine.token_constraints import ConstrainedRows, TokenConstraints
 from minirt.errors import (
     ContextLengthError,
@@ -38,6 +39,7 @@ from minirt.errors import (
     QueueFullError,
     UnsupportedError,
 )
+from minirt.progress import LoadProgress
 from minirt.step.kv_cache import KVCache
 
 
@@ -163,12 +165,13 @@ class Engine:
         sequence = self._requests.get(request_id)
         return 0 if sequence is None else len(sequence.tokens) - sequence.prompt_len
 
-    def warm_up(self, progress: ProgressCallback | None = None) -> None:
+    def warm_up(self, progress: LoadProgress | None = None) -> None:
         """Compile every kernel and capture every CUDA graph that a step can need. Without this, it happens at first use."""
-        self._runner.warm_up(progress)
-        self._scheduler.prompt_time = self._runner.prompt_time
-        if self._drafts is not None and self._adaptive_drafts and self._runner.step_times is not None:
-            self._drafts.times = self._runner.step_times
+        from minirt.engine.warmup.warm_up import warm_up
+
+        self._scheduler.prompt_time, step_times = warm_up(self._runner, progress)
+        if self._drafts is not None and self._adaptive_drafts and step_times is not None:
+            self._drafts.times = step_times
 
     def add(self, request: Request) -> None:
         """Queue a request that has passed `checks`."""
@@ -296,7 +299,7 @@ class Engine:
         # Work that the step's launch does not need.
         for _, sequence in work.prompts:
             self._scheduler.extend_keys(sequence)
-        if self._device.type == "cuda" and (work.prompts or self._runner.buckets is None):  # other steps allocate nothing
+        if self._device.type == "cuda" and (work.prompts or self._runner.graphs.captured is None):  # other steps allocate nothing
             self._peak_memory = peak_memory(self._device)
         return None
 

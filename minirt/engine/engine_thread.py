@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from minirt.engine.collect.sinks import Sink, Sinks
 from minirt.engine.engine import Engine
 from minirt.engine.request import Request
-from minirt.engine.sinks import Sink, Sinks
 from minirt.errors import DeviceFailedError, EngineError, MinirtError
 
 T = TypeVar("T")
@@ -230,15 +230,15 @@ class EngineThread:
             self._end(reason or _closed())
 
     def _loop(self) -> None:
-        while self._take_commands():
-            engine = self.engine
+        engine = self.engine
+        while self._take_commands(engine):
             if engine.has_work and (rest := engine.step(self._sinks.deliver)):
                 self._sinks.deliver(rest)
             self._fruitless = 0
 
-    def _take_commands(self) -> bool:
+    def _take_commands(self, engine: Engine) -> bool:
         """Carry out the commands in the inbox. Waits for a command if there is nothing else to do. Returns False at a stop."""
-        wait = not self._commands and not self.engine.has_work
+        wait = not self._commands and not engine.has_work
         while wait or not self._inbox.empty():
             self._commands.append(self._inbox.get())  # in one line, so that an exception loses no command
             wait = False
@@ -246,7 +246,7 @@ class EngineThread:
             if command is _STOP:
                 return False
             self._current = command
-            command.run(self.engine)
+            command.run(engine)
             self._commands.remove(command)
             self._current = None
         return True

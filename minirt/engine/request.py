@@ -11,7 +11,7 @@ from minirt.errors import MinirtError
 from minirt.sampling_params import EffectiveSampling
 
 if TYPE_CHECKING:
-    from minirt.engine.logits_processors import Rules
+    from minirt.engine.execute.logits_processors import Rules
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Request:
     @property
     def rules(self) -> "Rules | None":
         """What it asks of its logits; None if nothing."""
-        from minirt.engine.logits_processors import Rules  # imports PyTorch
+        from minirt.engine.execute.logits_processors import Rules  # imports PyTorch
 
         return Rules.of(self.sampling, self.eos_token_ids, self.bad_words)
 

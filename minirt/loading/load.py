@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -30,6 +30,7 @@ from minirt.modeling.formats import FormatChoice, Quantization
 from minirt.modeling.model import CANNOT, Model, in_order
 from minirt.modeling.parameters import SomeRows
 from minirt.modeling.quantization_config import QuantizationConfig, read_quantization
+from minirt.progress import LoadProgress
 from minirt.sizes import format_size
 from minirt.speculative.draft_vocabulary import draft_ids
 from minirt.speculative.options import SpeculativeOptions
@@ -37,7 +38,6 @@ from minirt.text.tokenizer import Tokenizer, eos_token_ids
 from minirt.threads import set_threads
 from minirt.wording import warn, worded
 
-ProgressCallback = Callable[[str, int, int], None]  # (stage, done, total)
 Way = tuple[str, dict[str, Any]]  # how to make a model fit, in words, and the load options that change
 # Values of a weight. An H200 reads this number of bytes in less than 1 µs; a kernel that rounds the input to FP8 takes 1.6 µs.
 _SMALL = 4 << 20
@@ -370,7 +370,7 @@ class LoadedModel:
     unused_tensors: tuple[str, ...]
 
 
-def load(options: LoadOptions, progress: ProgressCallback | None = None) -> LoadedModel:
+def load(options: LoadOptions, progress: LoadProgress | None = None) -> LoadedModel:
     """Find a model, check that it fits, and load its weights.
 
     Args:

@@ -13,8 +13,8 @@ from functools import partial
 import torch
 
 from minirt.device import AbsentGPU, free_memory, held_by_others, is_out_of_memory, total_memory
+from minirt.engine.execute.logits_processors import PROCESSED_ROWS
 from minirt.engine.limits import CPU_NUM_BATCHED_TOKENS, EngineLimits
-from minirt.engine.logits_processors import PROCESSED_ROWS
 from minirt.errors import ConfigError, OutOfMemoryError
 from minirt.kernels.sampling.slots import slot_bytes
 from minirt.loading.options import LoadOptions
@@ -231,7 +231,7 @@ def measured_plan(model: Model, options: LoadOptions) -> MemoryPlan:
     graphs = options.cuda_graphs and device.type == "cuda" and model.capturable
 
     def step_bytes(limits: EngineLimits) -> int | None:
-        from minirt.engine.runner import measure_step_bytes
+        from minirt.engine.warmup.warm_up import measure_step_bytes
 
         return measure_step_bytes(model, limits, cuda_graphs=graphs)
 

@@ -14,7 +14,7 @@ from minirt.settings import Integer, Number, Settings, documented, setting, sett
 from minirt.sizes import parse_size
 
 if TYPE_CHECKING:
-    from minirt.engine.runner import Proposer
+    from minirt.engine.execute.runner import Proposer
     from minirt.layers import Layer
     from minirt.modeling.config import ModelConfig
     from minirt.modeling.formats import Quantization
@@ -147,7 +147,7 @@ class LoadOptions(Settings):
         "multi-token prediction of Qwen3.5 (also 3.6, 3.8) and Qwen3-Next.",
         option="--speculate", metavar="ngram[:k]|mtp[:k]", scope="drafts", engine=True,
         details='In Python, a `SpeculativeOptions`, a dict of its fields, a text ("ngram:4"), or a proposer '
-        "(`minirt.engine.runner.Proposer`).")
+        "(`minirt.engine.proposer.Proposer`).")
 
     def __post_init__(self) -> None:
         if self.quantize_head is not None and self.quantization is None:

@@ -1,6 +1,7 @@
 """`Model`: a list of layers run in order, each bound to one implementation."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -234,8 +235,8 @@ class Model:
         return [(layer, None if layer.cache_spec is None else next(kept)) for layer in self.layers]
 
     def _run(self, layers: Iterable[tuple[Layer, LayerCache | None]], batch: Batch) -> Tensor:
-        with on_device(self.device):
-            batch = batch.to(self.device)
+        with on_device(self.device) if self.device.type == "cuda" else nullcontext():
+            batch = batch if batch.input_ids.device == self.device else batch.to(self.device)
             x = torch.empty(0, device=self.device)
             for layer, kv in layers:
                 x = layer(x, batch, kv)

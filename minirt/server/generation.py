@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from minirt.call_driver import CallDriver, Wakeup
+from minirt.engine.collect.sinks import Port
 from minirt.engine.request import TokenOutput
-from minirt.engine.sinks import Port
 from minirt.errors import MinirtError, SlowReaderError
 from minirt.outputs import CompletionStream
 from minirt.processor import Call

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from minirt.engine.collect.sinks import Sink, Sinks
 from minirt.engine.request import EngineStats, Request
-from minirt.engine.sinks import Sink, Sinks
 from minirt.errors import EngineError, MinirtError
 from minirt.server import wire
 

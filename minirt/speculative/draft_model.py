@@ -1,6 +1,6 @@
 """`DraftModelProposer`: drafts by a model that continues from the hidden states of its target, such as multi-token prediction.
 
-Implements `engine.runner.Proposer`. After a step, the draft model runs over the step's rows, which gives the first draft of each
+A `minirt.engine.proposer.Proposer`. After a step, the draft model runs over the step's rows, which gives the first draft of each
 sequence and fills the draft model's pages, also those of prompts. Each further draft is one pass over the draft before it. The
 pages are those of the target: page numbers mean the same tokens in every layer.
 """
@@ -51,7 +51,7 @@ class DraftModelProposer:
         self._ids: Tensor | None = None if ids is None else ids.to(model.device)
 
     def propose(self, table: Tensor, columns: Columns, rows: Rows, batch: Batch, wanted: int) -> None:
-        """See `engine.runner.Proposer`."""
+        """See `engine.proposer.Proposer`."""
         forms, model, page_size = _forms(table.device), self._model, self._cache.page_size
         ids, last = forms.first_pass(table, rows, batch.input_ids, batch.positions, batch.query_starts_device)
         once = batch.every_row and batch.max_query_len == 1  # each sequence has one row, in order

@@ -16,7 +16,7 @@ from minirt.step.batch import Batch
 from minirt.step.kv_cache import KVCache
 
 if TYPE_CHECKING:
-    from minirt.engine.runner import Proposer
+    from minirt.engine.execute.runner import Proposer
     from minirt.modeling.model import Model
 
 
@@ -50,7 +50,7 @@ class NgramProposer:
     def propose(
         self, table: Tensor, columns: Columns, rows: Rows, batch: Batch | None = None, wanted: int | None = None
     ) -> None:
-        """See `engine.runner.Proposer`, and `kernels.speculative.reference` for the rule and its InputError.
+        """See `engine.proposer.Proposer`, and `kernels.speculative.reference` for the rule and its InputError.
 
         It needs no `batch`, and all drafts take the time of one.
         """

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from minirt.engine.logits_processors import Rules
+    from minirt.engine.execute.logits_processors import Rules
 
 NO_TOKENS = np.zeros(0, np.int32)
 
@@ -81,8 +81,12 @@ class PlannedSequences:
     @classmethod
     def of(cls, sequences: Iterable[tuple[int, int, int, int, int, int]]) -> "PlannedSequences":
         """From one tuple of these values for each sequence."""
-        values = np.array(list(sequences), np.int64).reshape(-1, 6).T
-        return cls(values, *values, *values[2:5].sum(1).tolist())
+        return cls.with_totals(np.array(list(sequences), np.int64).reshape(-1, 6).T)
+
+    @classmethod
+    def with_totals(cls, values: np.ndarray) -> "PlannedSequences":
+        tokens, logits, draws = values[2:5].sum(1).tolist()
+        return cls(values, *values, tokens, logits, draws)  # type: ignore[call-arg]  # mypy does not count the rows
 
 
 class SlotRules(NamedTuple):

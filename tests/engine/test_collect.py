@@ -1,14 +1,16 @@
-"""A step's tokens are appended in two ways: one sequence after the other for few sequences, on arrays for the others.
+"""`HostSlots.extend` appends a step's tokens on arrays. Here one sequence after the other is the reference, on random traffic.
 
 Catches an output, an end, a page or a count that depends on how many sequences ran in the step.
 """
 
 import random
 from dataclasses import replace
+from functools import partial
 
+import numpy as np
 from engine.test_engine import VOCAB, Request, drafting, engine
 
-from minirt.engine import slots as slots_module
+from minirt.engine.state.slots import Reason
 from minirt.sampling_params import SamplingParams, resolve
 
 EOS, SEEDS, MOST_STEPS = 5, 12, 2000
@@ -39,28 +41,42 @@ def traffic(seed):
     return options, requests, draw.choice((None, 0.6)), draw.random() < 0.4
 
 
-def collected(seed, few, monkeypatch):
-    """Everything that callers get, step by step, and the state after each step. `few`: up to how many go one by one."""
+def one_by_one(host, slots, counts, tokens, now):
+    """`extend`, with the stop rules in words: an unusable token, the length, a stop id, the length again."""
+    taken, reasons = np.zeros_like(counts), np.zeros(len(slots), np.int64)
+    for i, slot in enumerate(slots.tolist()):
+        for token in tokens[i, : counts[i]].tolist():
+            length, final = int(host.lengths[slot]), int(host.final_lens[slot])
+            if reasons[i] == 0 and (token < 0 or length >= final):
+                reasons[i] = Reason.NO_TOKEN if token < 0 else Reason.LENGTH
+            if reasons[i]:
+                break
+            host.tokens[slot, length], host.times[slot, length], host.lengths[slot] = token, now, length + 1
+            taken[i] += 1
+            if token in host.ends[slot].tolist() or length + 1 == final:
+                reasons[i] = Reason.STOP if token in host.ends[slot].tolist() else Reason.LENGTH
+    return taken, reasons
+
+
+def collected(seed, reference, monkeypatch):
+    """Everything that callers get, step by step, and the state after each step."""
     options, requests, right, damaged = traffic(seed)
     it, cache = engine(**options) if right is None else drafting(right, seed, **options)
     if damaged:
-        model = it._runner._model
-        it._runner._model = lambda batch, cache: model(batch, cache).masked_fill(
+        model = it._runner.model
+        it._runner.model = lambda batch, cache: model(batch, cache).masked_fill(
             (batch.input_ids[batch.logits_indices] % 41 == NO_LOGITS)[:, None], float("nan")
         )
-    seen, sides, preempted = [], [0, 0], 0
-    slots, preempt, extend = it._scheduler.slots, it._scheduler._preempt, it._scheduler.slots.extend
-
-    def count_sides(slots, *arguments):
-        sides[len(slots) > slots_module.FEW] += len(slots) > 0
-        return extend(slots, *arguments)
+    seen, preempted = [], 0
+    slots, preempt = it._scheduler.slots, it._scheduler._preempt
 
     def count_preempted(sequence):
         nonlocal preempted
         preempted += int(slots.steps[sequence.slot] > 0)
         preempt(sequence)
 
-    monkeypatch.setattr(slots, "extend", count_sides)
+    if reference:
+        monkeypatch.setattr(slots, "extend", partial(one_by_one, slots))
     monkeypatch.setattr(it._scheduler, "_preempt", count_preempted)
     for step in range(MOST_STEPS):
         for arrival, request, _, aborted in requests:
@@ -68,10 +84,7 @@ def collected(seed, few, monkeypatch):
                 it.add(request)
             if aborted == step:
                 it.abort(request.id)
-        with monkeypatch.context() as patch:
-            if few is not None:
-                patch.setattr(slots_module, "FEW", few)
-            outputs = it.step()
+        outputs = it.step()
         for output in outputs:
             assert len(output.times) == (len(output.token_ids) if requests[output.request_id][1].final_only else 0)
             assert list(output.times) == sorted(output.times)
@@ -82,25 +95,21 @@ def collected(seed, few, monkeypatch):
                      cache.allocator.num_free, sorted(cache.allocator._pages.values())))  # fmt: skip
         if not it.has_work and step > 40:
             assert cache.allocator.num_free == options["pages"]
-            return seen, sides, preempted
+            return seen, preempted
     raise AssertionError("starved")
 
 
-def test_both_ways_of_collecting_give_the_same(monkeypatch):
+def test_arrays_give_what_one_sequence_after_the_other_gives(monkeypatch):
     """Random traffic: ends by EOS, stop ids, length, stop strings, NaN and aborts; drafts, preemption, log-probabilities."""
-    reasons, sides, preempted, aways = set(), [0, 0], 0, 0
+    reasons, preempted, aways = set(), 0, 0
     for seed in range(SEEDS):
-        arrays, only_many, away = collected(seed, 0, monkeypatch)
-        one_by_one, only_few, _ = collected(seed, 10**9, monkeypatch)
-        both, mixed, _ = collected(seed, None, monkeypatch)
-        assert only_many[0] == only_few[1] == 0
-        for i, (a, b, c) in enumerate(zip(arrays, one_by_one, both, strict=True)):
-            assert a == b == c, (seed, i)
-        reasons |= {own.finish_reason for outputs, *_ in both for own in outputs}
-        sides = [total + count for total, count in zip(sides, mixed, strict=True)]
-        preempted += both[-1][1].num_preemptions
+        arrays, away = collected(seed, False, monkeypatch)
+        expected, _ = collected(seed, True, monkeypatch)
+        for i, (a, b) in enumerate(zip(arrays, expected, strict=True)):
+            assert a == b, (seed, i)
+        reasons |= {own.finish_reason for outputs, *_ in arrays for own in outputs}
+        preempted += arrays[-1][1].num_preemptions
         aways += away
     assert reasons == {None, "stop", "length", "error"}
-    assert min(sides) > 50, "steps on both sides of the threshold"
     assert preempted > 5
     assert aways > 0, "a sequence was preempted while a step with its token ran"

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minirt.engine.runner import CudaGraphs
+from minirt.engine.execute.cuda_graphs import CudaGraphs
 
 DEVICE = torch.device("cuda", 0)
 

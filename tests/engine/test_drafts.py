@@ -13,11 +13,11 @@ import pytest
 import torch
 from engine.test_engine import IDS, PAGE, VOCAB, finish, following
 
-from minirt.engine.draft_lengths import DraftLengths
 from minirt.engine.engine import Engine, Request
 from minirt.engine.limits import EngineLimits
-from minirt.engine.slots import HostSlots
-from minirt.engine.step_times import OnlineStepTimes
+from minirt.engine.schedule.draft_lengths import DraftLengths
+from minirt.engine.schedule.step_times import OnlineStepTimes
+from minirt.engine.state.slots import HostSlots
 from minirt.errors import EngineError
 from minirt.kernels.step.table import MATCHED, NEXT_TOKENS, NUM_CACHED, NUM_NEXT, PROMPT_LEN
 from minirt.sampling_params import SamplingParams, resolve
@@ -138,7 +138,7 @@ def test_the_same_tokens_with_drafts_and_without(kind, lookahead):
         it = engine(proposer, lookahead=lookahead)
         assert run(it, requests, words) == wanted
         if right == 1.0 and kind != "one":
-            assert len(it._runner._model.steps) < len(plain._runner._model.steps)
+            assert len(it._runner.model.steps) < len(plain._runner.model.steps)
             stats = it.stats.drafts
             assert stats.num_accepted_tokens > 0.5 * stats.num_draft_tokens > 0
             assert stats.num_proposals >= stats.num_drafts > 0
@@ -174,7 +174,7 @@ def test_the_last_output_counts_the_drafts():
     stats = it.stats.drafts
     assert (last.num_draft_tokens, last.num_accepted_tokens) == (stats.num_draft_tokens, stats.num_accepted_tokens)
     # A step yields one token and its right drafts; the first one, with the prompt, yields one.
-    steps = len(it._runner._model.steps)
+    steps = len(it._runner.model.steps)
     assert 30 - stats.num_accepted_tokens <= steps <= 30 - stats.num_accepted_tokens + 1
 
 
@@ -184,10 +184,9 @@ def test_rows_of_logits_are_bounded():
     requests = [([7 + i], settings(temperature=0.0)) for i in range(6)]
     wanted = run(engine(), requests)
     it = engine(proposer)
-    limits = type("Limits", (EngineLimits,), {"max_logits_rows": property(lambda _: 9)})
-    it._scheduler.limits = limits(64, 6, 40, max_drafts=4)
+    it._scheduler._most_rows, it._scheduler.limits = 9, EngineLimits(64, 6, 40, max_drafts=4)
     assert run(it, requests) == wanted
-    assert max(tokens for _, tokens in it._runner._model.steps) <= 9
+    assert max(tokens for _, tokens in it._runner.model.steps) <= 9
 
 
 def lengths(count=8, most=4, times=None):
@@ -333,7 +332,7 @@ def test_tokens_before_unusable_logits_are_delivered(lookahead, beside):
         if proposer:
             proposer = oracle(prompt, tokens_of(found[0]) + [1] * 9)
         it = engine(proposer, lookahead=lookahead, prefix_cache=False)
-        model = it._runner._model
+        model = it._runner.model
 
         def call(batch, cache, model=model):
             logits, rows = model(batch, cache), []
@@ -341,7 +340,7 @@ def test_tokens_before_unusable_logits_are_delivered(lookahead, beside):
                 rows += [length - count + j + 1 for j in range(count)]
             return logits.masked_fill((torch.tensor(rows)[batch.logits_indices] == broken)[:, None], float("nan"))
 
-        it._runner._model = call
+        it._runner.model = call
         for i in range(beside):
             it.add(request_of([40 + i] * 20, temperature=0.0))
         found.append(outputs_of(it, request_of(prompt, logprobs=1)))
@@ -393,13 +392,13 @@ class Wrong(Mixed):
 def test_a_wrong_value_of_a_proposer_is_an_error(column, value, message, lookahead):
     """No token outside the vocabulary reaches the model, nothing hangs, and what is drafted by mistake is not ignored."""
     it = engine(Wrong(column, value), lookahead=lookahead)
-    model, ids = it._runner._model, []
+    model, ids = it._runner.model, []
 
     def call(batch, cache):
         ids.extend(batch.input_ids.tolist())
         return model(batch, cache)
 
-    it._runner._model = call
+    it._runner.model = call
     request = request_of([7, 8, 9], presence_penalty=1.0)
     it.add(request)
     with pytest.raises(EngineError, match=message):
@@ -416,14 +415,14 @@ def test_a_proposer_without_memory_proposes_nothing(lookahead):
     end, and drafts that are half written: the proposer fails after it has written them."""
     requests = [([10 + i], settings(max_tokens=20, ignore_eos=True)) for i in range(3)]
     it, calls = engine(Mixed(), lookahead=lookahead), iter(range(1000))
-    propose = it._runner._proposer.propose
+    propose = it._runner.proposer.propose
 
     def fails(*arguments):
         propose(*arguments)
         if next(calls) in (0, 2, 3):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
 
-    it._runner._proposer.propose = fails
+    it._runner.proposer.propose = fails
     with pytest.warns(RuntimeWarning, match="no memory left for drafts"):
         found = run(it, requests)
     assert found == run(engine(lookahead=lookahead), requests)
@@ -469,8 +468,8 @@ def test_a_prompt_with_unusable_logits_beside_bad_words(drafts):
     words = ((3, 90), (0, 0))
     (wanted,) = run(engine(), [([10], settings(temperature=0.0))], words)
     it = engine(oracle([10], wanted[0]) if drafts else None, lookahead=1)
-    model = it._runner._model
-    it._runner._model = lambda batch, cache: torch.where(
+    model = it._runner.model
+    it._runner.model = lambda batch, cache: torch.where(
         (batch.input_ids[batch.logits_indices] == 91)[:, None], float("nan"), model(batch, cache)
     )
     good, bad = request_of([10], temperature=0.0), request_of([20] * 30 + [91], temperature=0.0)

@@ -206,7 +206,7 @@ def test_right_drafts_save_steps_and_wrong_ones_cost_none(lookahead):
         it, _ = drafting(right, lookahead=lookahead)
         tokens, _ = run(it, [(0, [50, 51], 40)])
         assert tokens[0] == undisturbed([50, 51], 40, eos=5)
-        steps[right] = len(it._runner._model.tokens_per_step)
+        steps[right] = len(it._runner.model.tokens_per_step)
     assert len(tokens[0]) <= steps[0.0] <= len(tokens[0]) + lookahead
     assert steps[1.0] < steps[0.0] / 2
 
@@ -232,5 +232,5 @@ def test_preempted_sequences_are_not_refused():
     it, _ = engine(pages=9, seqs=4, length=32, max_waiting=1)
     ids = [add(it, [50 + i] * 7, resolve(SamplingParams(max_tokens=20), None)) for i in range(4)]
     outputs = [output for _ in range(200) for output in it.step()]
-    assert len(it._runner._model.tokens_per_step) > 40, "nothing was preempted"
+    assert len(it._runner.model.tokens_per_step) > 40, "nothing was preempted"
     assert {output.request_id for output in outputs if output.finish_reason == "length"} == set(ids)

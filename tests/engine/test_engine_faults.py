@@ -13,25 +13,25 @@ from engine.test_engine import IDS, add, engine, finish, following, run, undistu
 from support.native import native_error
 
 from minirt.engine.engine import Request
+from minirt.engine.execute.logits_processors import LogitsProcessors
 from minirt.engine.limits import EngineLimits
-from minirt.engine.logits_processors import LogitsProcessors
-from minirt.engine.scheduler import STEPS_UNTIL_LARGER
-from minirt.engine.sequence import Sequence
-from minirt.engine.slots import HostSlots
+from minirt.engine.schedule.scheduler import STEPS_UNTIL_LARGER
+from minirt.engine.state.sequence import Sequence
+from minirt.engine.state.slots import HostSlots
 from minirt.errors import DeviceFailedError, NumericsError, OutOfMemoryError
 from minirt.sampling_params import SamplingParams, resolve
 
 
 def failing(it, error, at):
     """Make the model of an engine raise `error` in its `at`-th step."""
-    model, steps = it._runner._model, iter(range(10_000))
+    model, steps = it._runner.model, iter(range(10_000))
 
     def call(batch, cache):
         if next(steps) == at:
             raise error
         return model(batch, cache)
 
-    it._runner._model = call
+    it._runner.model = call
 
 
 def steps(it):
@@ -47,7 +47,7 @@ OUT_OF_MEMORY = [
 
 def limited(it, most, error):
     """Make the model of an engine run out of memory in steps of more than `most` tokens. → the tokens of each try."""
-    model, tries = it._runner._model, []
+    model, tries = it._runner.model, []
 
     def call(batch, cache):
         tries.append(batch.num_tokens)
@@ -55,7 +55,7 @@ def limited(it, most, error):
             raise error
         return model(batch, cache)
 
-    it._runner._model = call
+    it._runner.model = call
     return tries
 
 
@@ -86,7 +86,7 @@ def test_steps_shrink_until_they_fit(most, lookahead):
 
 def test_the_limit_is_lifted():
     it, _ = engine(budget=32)
-    model = it._runner._model
+    model = it._runner.model
     failing(it, OUT_OF_MEMORY[0], 0)
     run(it, [(0, [50] * 30, 1)])
     run(it, [(0, [51 + i], STEPS_UNTIL_LARGER) for i in range(3)])
@@ -98,14 +98,14 @@ def test_the_limit_is_lifted():
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_out_of_memory_for_one_token_ends_its_request(lookahead):
     it, cache = engine(lookahead=lookahead)
-    model = it._runner._model
+    model = it._runner.model
 
     def call(batch, cache):
         if 7 in batch.seq_lens:
             raise OUT_OF_MEMORY[0]
         return model(batch, cache)
 
-    it._runner._model = call
+    it._runner.model = call
     bad, good = add(it, [50, 51, 52, 53]), add(it, [60] * 9, resolve(SamplingParams(max_tokens=6), None), (5,))
     outputs = finish(it)
     error = next(output.error for output in outputs if output.request_id == bad and output.error)
@@ -130,10 +130,10 @@ def test_logits_take_smaller_chunks():
     tokens = list(range(40))
     expected = logits(it, tokens).logits
     assert expected.argmax(-1).tolist() == [following(tokens[: i + 1]) for i in range(40)]
-    model = it._runner._model
-    it._runner._model = lambda batch, cache: model(batch, cache) if batch.num_tokens <= 3 else raises(OUT_OF_MEMORY[0])
+    model = it._runner.model
+    it._runner.model = lambda batch, cache: model(batch, cache) if batch.num_tokens <= 3 else raises(OUT_OF_MEMORY[0])
     assert torch.equal(logits(it, tokens).logits, expected)
-    it._runner._model = lambda batch, cache: raises(OUT_OF_MEMORY[0])
+    it._runner.model = lambda batch, cache: raises(OUT_OF_MEMORY[0])
     assert "a step of one token" in str(logits(it, tokens).error)
     assert cache.allocator.num_free == 64
 
@@ -177,8 +177,8 @@ def test_other_errors_of_a_layer_come_through(message):
 def test_logits_without_numbers(lookahead):
     """With lookahead, the next step has already started by then, with −1 as the token."""
     it, cache = engine(lookahead=lookahead)
-    model = it._runner._model
-    it._runner._model = lambda batch, cache: model(batch, cache).masked_fill(
+    model = it._runner.model
+    it._runner.model = lambda batch, cache: model(batch, cache).masked_fill(
         (batch.seq_lens_device == 4)[:, None], float("nan")
     )
     bad, good = add(it, [50, 51, 52]), add(it, [53, 54, 55, 56, 57])
@@ -223,7 +223,7 @@ def test_out_of_memory_for_a_requests_rules_ends_that_request(name, lookahead, m
         tokens = {i: [token for o in outputs if o.request_id == i for token in o.token_ids] for i in (*good, bad.id)}
         assert [tokens[i] for i in good] == [undisturbed(prompt, 12, eos=5) for prompt in plain]
         assert cache.allocator.num_free == 64
-        steps = it._runner._model.tokens_per_step
+        steps = it._runner.model.tokens_per_step
         failed = [o.error for o in outputs if o.error is not None]
         if next(copies) <= failing_copy:  # it has had no failing copy
             assert not failed
@@ -243,8 +243,8 @@ def test_no_request_makes_a_lasting_buffer():
     buffer that the first such request makes, and a table that grows."""
 
     def buffers(it):
-        stages = it._runner._stages
-        owners = (stages, stages._processors, stages._processors.slots._asdict(), stages._masks, it._runner._buffers)
+        stages = it._runner.stages
+        owners = (stages, stages._processors, stages._processors.slots._asdict(), stages._masks, it._runner.buffers)
         values = [value for owner in owners for value in (owner if isinstance(owner, dict) else vars(owner)).values()]
         return [(value.data_ptr(), value.shape) for value in values if isinstance(value, torch.Tensor)]
 

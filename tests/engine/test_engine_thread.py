@@ -16,10 +16,12 @@ import pytest
 from engine.test_engine import PAGE, engine, following, undisturbed
 from support.native import native_error
 
-from minirt.engine import collector, engine_thread, planning, scheduler, sinks
 from minirt.engine import engine as engine_module
+from minirt.engine import engine_thread, plan
+from minirt.engine.collect import collector, sinks
 from minirt.engine.engine import Request
 from minirt.engine.engine_thread import EngineThread
+from minirt.engine.schedule import scheduler
 from minirt.errors import DeviceFailedError, EngineError, MinirtError
 from minirt.sampling_params import SamplingParams, resolve
 from minirt.step import kv_cache
@@ -133,14 +135,14 @@ def test_sixteen_threads_with_aborts_and_exceptions(thread):
     Prompts share beginnings of none to three pages, priorities differ, and some have several samples.
     """
     it, cache = thread(pages=60, seqs=8, budget=40)
-    model, steps = it.engine._runner._model, iter(range(10**9))
+    model, steps = it.engine._runner.model, iter(range(10**9))
 
     def fails_sometimes(batch, cache):
         if next(steps) % 61 == 60:
             raise RuntimeError("a layer's own error")
         return model(batch, cache)
 
-    it.engine._runner._model = fails_sometimes
+    it.engine._runner.model = fails_sometimes
     done, left, failed = [], [], []
 
     def work(i):
@@ -167,7 +169,7 @@ def test_sixteen_threads_with_aborts_and_exceptions(thread):
     assert at_rest(it, cache)
 
 
-MODULES = (engine_module, collector, engine_thread, scheduler, sinks, planning, kv_cache)
+MODULES = (engine_module, collector, engine_thread, scheduler, sinks, plan, kv_cache)
 FILES = {module.__file__ for module in MODULES}
 
 
@@ -301,7 +303,7 @@ def interrupts_are_raised():
 def test_an_interrupt_reaches_the_calling_thread_only(thread):
     """Ctrl-C while the main thread waits: its request is dropped, another thread's goes on in the same steps."""
     it, cache = thread()
-    model, others, together = it.engine._runner._model, [], threading.Event()
+    model, others, together = it.engine._runner.model, [], threading.Event()
 
     def interrupts(batch, cache):
         if max(batch.seq_lens) >= 33 and not together.is_set():  # the other sequence is never that long
@@ -319,7 +321,7 @@ def test_an_interrupt_reaches_the_calling_thread_only(thread):
             others.append(complete(it, [[40, 41]], 25))
         others.append(complete(it, [[40, 41]], 25))
 
-    it.engine._runner._model = interrupts
+    it.engine._runner.model = interrupts
     other = threading.Thread(target=complete_others)
     other.start()
     with pytest.raises(KeyboardInterrupt):
@@ -348,7 +350,7 @@ def test_waking_the_thread_changes_nothing(thread):
 
 def test_stop_ends_all_waiters(thread):
     it, _ = thread()
-    model, entered = it.engine._runner._model, threading.Event()
+    model, entered = it.engine._runner.model, threading.Event()
 
     def slow(batch, cache):
         entered.set()
@@ -356,7 +358,7 @@ def test_stop_ends_all_waiters(thread):
         return model(batch, cache)
 
     gate = threading.Event()
-    it.engine._runner._model = slow
+    it.engine._runner.model = slow
     errors = []
 
     def wait(i):
@@ -387,7 +389,7 @@ def test_stop_ends_all_waiters(thread):
 
 def test_a_failed_gpu_ends_all_waiters(thread):
     it, _ = thread(seqs=2)
-    model, steps = it.engine._runner._model, iter(range(100))
+    model, steps = it.engine._runner.model, iter(range(100))
     cause = native_error("CUDA error: an illegal memory access was encountered")
 
     def breaks(batch, cache):
@@ -395,7 +397,7 @@ def test_a_failed_gpu_ends_all_waiters(thread):
             raise cause
         return model(batch, cache)
 
-    it.engine._runner._model = breaks
+    it.engine._runner.model = breaks
     with pytest.raises(DeviceFailedError, match="illegal memory access"):
         complete(it, [[1], [2], [3]], 60)
     with pytest.raises(DeviceFailedError, match="illegal memory access"):

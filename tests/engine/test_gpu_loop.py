@@ -14,7 +14,7 @@ import torch
 from engine.test_engine import add
 
 from minirt import Generator, SamplingParams
-from minirt.engine.runner import Runner
+from minirt.engine.execute.runner import Runner
 from minirt.errors import OutOfMemoryError
 from minirt.layers import register
 from minirt.layers.base import LayerContext, implementation
@@ -73,7 +73,7 @@ def test_without_cuda_graphs_nothing_compiles_after_warm_up_either(form):
     memory = {"Qwen2.5-0.5B": 1 << 27, "Qwen3-4B": 3 << 29}[name]
     options = {"dtype": "bfloat16", "kv_cache_memory": memory, "max_model_len": 2048, "max_num_seqs": 20, "cuda_graphs": False}
     with Generator.from_pretrained(name, random_weights=True, **options, **FORMS[form]) as generator:
-        assert generator._engine.engine._runner.buckets is None
+        assert generator._engine.engine._runner.graphs.buckets is None
         triton.knobs.runtime.jit_cache_hook = lambda *args, **kwargs: compiled.append(kwargs.get("repr") or args)
         try:
             for count in (1, 2, 7, 20):
@@ -271,7 +271,7 @@ import sys, torch
 from minirt.cli.app import main
 from minirt.layers import register
 from minirt.layers.base import LayerContext, implementation
-from minirt.engine.runner import Runner
+from minirt.engine.execute.runner import Runner
 
 @register("mlp", "broken")
 def factory(layer):

@@ -9,12 +9,11 @@ import torch
 from layers.test_triton_layers import SIZES, build
 
 from minirt import models
-from minirt.engine import runner as runner_module
-from minirt.engine import step_buffers
-from minirt.engine.buckets import Bucket
 from minirt.engine.engine import Engine, Request
+from minirt.engine.execute import step_buffers, step_graphs
+from minirt.engine.execute.buckets import Bucket
+from minirt.engine.execute.sampling_stages import SamplingStages
 from minirt.engine.limits import EngineLimits
-from minirt.engine.sampling_stages import SamplingStages
 from minirt.kernels.speculative import draft_model as kernels
 from minirt.kernels.step.table import NEXT_TOKENS, NUM_CACHED, NUM_NEXT, PROMPT_LEN
 from minirt.loading.checkpoint import randomize
@@ -36,7 +35,7 @@ class Graphs:
     def __contains__(self, key):
         return key in self.captured
 
-    def capture(self, key, work):
+    def capture(self, key, work, roots):
         self.captured[key] = work
 
     def replay(self, key):
@@ -67,15 +66,15 @@ def run(model, graphs, proposer=None, requests=4):
         for output in it.step():
             assert output.error is None
             tokens[output.request_id] += output.token_ids
-    return tokens, it._runner._graphs
+    return tokens, it._runner.graphs.captured
 
 
 def test_steps_in_static_buffers_give_the_tokens_of_other_steps(monkeypatch):
     expected, _ = run(build("qwen2", "eager"), graphs=False)
-    monkeypatch.setattr(runner_module, "CudaGraphs", Graphs)
+    monkeypatch.setattr(step_graphs, "CudaGraphs", Graphs)
     monkeypatch.setattr(step_buffers, "is_nvidia", lambda device: True)
     drawn, draw = [], SamplingStages.draw
-    monkeypatch.setattr(SamplingStages, "draw", lambda *args: drawn.append(args[5].sampling) or draw(*args))
+    monkeypatch.setattr(SamplingStages, "draw", lambda *args: drawn.append(args[4].sampling) or draw(*args))
     found, graphs = run(build("qwen2", "triton"), graphs=True)
     assert found == expected
     assert drawn
@@ -124,7 +123,7 @@ def test_drafts_in_static_buffers_are_those_of_other_steps(monkeypatch):
 
     plain, _ = run(drafting("eager"), graphs=False, requests=3)
     expected, _ = run(drafting("eager"), graphs=False, proposer=proposer, requests=3)
-    monkeypatch.setattr(runner_module, "CudaGraphs", Graphs)
+    monkeypatch.setattr(step_graphs, "CudaGraphs", Graphs)
     monkeypatch.setattr(step_buffers, "is_nvidia", lambda device: True)
     monkeypatch.setattr(draft_model, "_forms", lambda device: kernels)
     found, graphs = run(drafting("triton"), graphs=True, proposer=proposer, requests=3)

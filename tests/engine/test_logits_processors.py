@@ -13,7 +13,7 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from minirt.engine.logits_processors import LogitsProcessors, Rules
+from minirt.engine.execute.logits_processors import LogitsProcessors, Rules
 from minirt.sampling_params import SamplingParams, resolve
 
 V, PROMPT, GENERATED = 37, [3, 5, 5, 36, 0], [7, 5, 7, 7, 9, 11]

@@ -10,13 +10,13 @@ import torch
 from engine.test_engine import PAGE, VOCAB, Mock, add, engine, finish, undisturbed
 from engine.test_sampling_stages import Noisy
 
+from minirt.engine.execute.runner import Runner
 from minirt.engine.limits import EngineLimits
-from minirt.engine.planning import plan_step
+from minirt.engine.plan import plan_step
 from minirt.engine.request import Request
-from minirt.engine.runner import Runner
-from minirt.engine.scheduler import Work
-from minirt.engine.sequence import Sequence
-from minirt.engine.slots import HostSlots
+from minirt.engine.schedule.scheduler import Work
+from minirt.engine.state.sequence import Sequence
+from minirt.engine.state.slots import HostSlots
 from minirt.kernels.step.table import NEXT_TOKENS, NUM_CACHED, NUM_NEXT
 from minirt.sampling_params import SamplingParams, resolve
 from minirt.step.kv_cache import KVCache, PagesSpec
@@ -45,12 +45,12 @@ def execute(model=None):
 def test_another_process_draws_the_same_tokens():
     """Prompts in chunks, sequences that come and go, preemption, penalties, seeds of 64 bits."""
     it, _ = engine(seqs=4, budget=16, pages=14)
-    it._runner._model = Noisy()
+    it._runner.model = Noisy()
     plans, results, start = [], [], it._runner.start
 
     def kept(plan):
         own = plan.sequences
-        assert [own.total_tokens, own.total_logits, own.total_draws] == own.values[2:5].sum(1).tolist(), "buckets go by these sums"
+        assert [own.total_tokens, own.total_logits, own.total_draws] == own.values[2:5].sum(1).tolist(), "buckets use them"
         plans.append(pickle.dumps(plan))
         step = start(plan)
         results.append(step.result().lists())
@@ -79,7 +79,7 @@ def test_a_row_that_draws_nothing_yields_nothing_until_the_host_knows():
         logits = model(batch, cache)
         return logits.fill_(float("nan")) if len(steps) == 2 else logits
 
-    it._runner._model, results, start = nan_at_the_second, [], it._runner.start
+    it._runner.model, results, start = nan_at_the_second, [], it._runner.start
 
     def kept(plan):
         step = start(plan)
@@ -100,11 +100,11 @@ def test_a_row_that_draws_nothing_yields_nothing_until_the_host_knows():
 def test_a_row_that_draws_nothing_leaves_shared_pages_alone(budget):
     """The step behind it computes a place of the failed row, which must not be the beginning: another sequence has that page."""
     it, _ = engine(lookahead=1, budget=budget)
-    model, prompt = it._runner._model, list(range(10, 22))
+    model, prompt = it._runner.model, list(range(10, 22))
     params = resolve(SamplingParams(max_tokens=9, ignore_eos=True), None)
     first = add(it, [*prompt, 30], params)
     outputs = [output for _ in range(8) for output in it.step()]
-    it._runner._model = lambda batch, cache: model(batch, cache).masked_fill(
+    it._runner.model = lambda batch, cache: model(batch, cache).masked_fill(
         (batch.seq_lens_device >= 24)[:, None], float("nan")
     )
     failed = add(it, [*prompt, *range(40, 52)], params)
@@ -112,7 +112,7 @@ def test_a_row_that_draws_nothing_leaves_shared_pages_alone(budget):
     tokens = [token for output in outputs if output.request_id == first for token in output.token_ids]
     assert tokens == undisturbed([*prompt, 30], 9)
     assert [output.finish_reason for output in outputs if output.request_id == failed] == ["error"]
-    it._runner._model = model
+    it._runner.model = model
     again = add(it, [*prompt, 31], params)
     outputs += finish(it)
     assert [t for o in outputs if o.request_id == again for t in o.token_ids] == undisturbed([*prompt, 31], 9)
@@ -137,7 +137,7 @@ def test_no_position_lies_beyond_the_end():
         return runner.start(plan_step(work, slots, runner.columns, VOCAB)).result().lists()[0]
 
     (token,) = tokens_of((0, 0, 4, 1, 1, 4), [(0, sequence)])
-    row = runner._buffers.table[0]
+    row = runner.buffers.table[0]
     row[NUM_NEXT], row[NEXT_TOKENS + 1 : NEXT_TOKENS + 5] = 5, 1
     slots.num_sent[0] = 2
     tokens = tokens_of((0, -1, 5, 5, 5, 7), [])

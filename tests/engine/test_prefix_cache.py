@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from minirt import SamplingParams
 from minirt.engine.engine import Request
-from minirt.engine.prefix_cache import PrefixCache
+from minirt.engine.schedule.prefix_cache import PrefixCache
 from minirt.errors import ContextLengthError
 from minirt.sampling_params import resolve
 from minirt.step.kv_cache import PageAllocator
@@ -190,9 +190,9 @@ def test_running_requests_share_pages():
     it, cache = engine(pages=16, seqs=6, budget=64, length=36)
     prompt = [9] * 32
     complete(it, prompt, 1)
-    before = len(it._runner._model.tokens_per_step)
+    before = len(it._runner.model.tokens_per_step)
     tokens, _ = run(it, [(0, [*prompt, 40 + i], 2) for i in range(6)])
-    assert it._runner._model.tokens_per_step[before] == 6
+    assert it._runner.model.tokens_per_step[before] == 6
     assert [tokens[i] for i in range(6)] == [undisturbed([*prompt, 40 + i], 2, eos=5) for i in range(6)]
     assert cache.allocator.num_free == 16
 

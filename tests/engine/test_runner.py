@@ -1,7 +1,7 @@
 """What warming up runs. Catches prompts beyond the model's positions (the rope table ends there) or the cache's pages, a regime
 of the kernels that no step of the warm-up reaches, and a layer of another form than the others that is not compiled."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ import torch
 from engine.test_engine import Mock
 
 from minirt import models
-from minirt.engine.buckets import (
+from minirt.engine.execute.buckets import (
     MAX_PROMPT_TOKENS,
     MAX_PROMPT_TOKENS_SMALL,
     SHORT_SEQS,
@@ -20,9 +20,10 @@ from minirt.engine.buckets import (
     max_prompt_tokens,
     token_bucket,
 )
+from minirt.engine.execute.runner import Runner
 from minirt.engine.limits import MAX_LOGITS_ROWS, EngineLimits
-from minirt.engine.runner import Runner
-from minirt.engine.warmup import _prompts, warm_up_steps
+from minirt.engine.warmup import warm_up
+from minirt.engine.warmup.steps import _prompts, warm_up_steps
 from minirt.kernels.attention import dispatch as attention
 from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.kernels.attention.operands import decode_lookup_size
@@ -242,12 +243,13 @@ def test_stages_of_a_warm_up(monkeypatch):
     buckets = SimpleNamespace(all=lambda: [Bucket(1), Bucket(1, 16)])
     model = object.__new__(Model)
     model.row_maxima_tiles = lambda rows: 0
+    for name in ("launch_all", "_reserve", "_measure_prompts", "on_device"):
+        monkeypatch.setattr(warm_up, name, lambda *_: nullcontext())
     own = SimpleNamespace(
-        _cuda=True, _model=model, buckets=buckets, _graphs=object(), _device=torch.device("cpu"),
-        _buffers=SimpleNamespace(row_maxima_of=lambda *_: None), _sample=lambda *_: None, _capture=lambda *_, **__: None,
-        _reserve=lambda *_: None, launch_all=lambda _: None, _measure_prompts=lambda _: None, _limits=EngineLimits(64),
+        model=model, graphs=SimpleNamespace(buckets=buckets, capture=lambda _: None), device=torch.device("cuda"),
+        buffers=SimpleNamespace(row_maxima_of=lambda *_: None), limits=EngineLimits(64),
     )  # fmt: skip
-    Runner.warm_up(own, lambda *step: calls.append(step))
+    warm_up.warm_up(own, lambda *step: calls.append(step))
     kernels = [("kernels", 1, 3), (COMPILING, 2, 3), (COMPILING, 3, 3)]
     assert calls == [*kernels, ("CUDA graphs", 1, 2), ("CUDA graphs", 2, 2)]
 
@@ -259,11 +261,12 @@ def test_steps_are_measured_with_tokens_that_differ(seqs, drafts):
     cache = KVCache([PagesSpec(1, 1)], 8, page_size=16)
     runner = Runner(Mock(), cache, torch.device("cpu"), own, vocab_size=50_000)
     count = 1 + drafts
-    plan, buffers = runner._measured_plan(seqs, count), runner._buffers
+    plan, buffers = warm_up.measured_plan(runner, seqs, count), runner.buffers
     for _ in range(2):  # a replay applies the edits again
         buffers.send(plan)
-        step = buffers.tensors(seqs * count, seqs, seqs * count, seqs * count)
-        buffers.prepare(step, one_token=drafts == 0)
+        view = buffers.view(seqs * count, seqs, seqs * count, seqs * count)
+        buffers.prepare(view, one_token=drafts == 0)
+        step = view.tensors
         assert len(set(step.tokens.tolist())) == seqs * count
         assert step.positions.tolist() == list(range(count)) * seqs
         assert step.seq_lens.tolist() == [count] * seqs

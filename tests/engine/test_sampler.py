@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy import stats
 
-from minirt.engine.sampler import SamplingBatch, exponential_noise, filtered_weights, sample
+from minirt.engine.execute.sampler import SamplingBatch, exponential_noise, filtered_weights, sample
 from minirt.errors import InputError
 from minirt.kernels.sampling.philox import philox, uniform
 from minirt.sampling_params import EffectiveSampling, SamplingParams, resolve

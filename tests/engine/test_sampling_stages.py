@@ -13,16 +13,17 @@ from engine.test_engine import PROMPTS, SIZES, VOCAB, Mock, engine, following
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minirt.engine import logprobs, request_checks, sampling_stages
+from minirt.engine import request_checks
 from minirt.engine.engine import Request
+from minirt.engine.execute import logprobs, sampling_stages
+from minirt.engine.execute.logits_processors import LogitsProcessors, Rules
+from minirt.engine.execute.runner import Runner
+from minirt.engine.execute.sampler import SamplingBatch, sample
 from minirt.engine.limits import EngineLimits
-from minirt.engine.logits_processors import LogitsProcessors, Rules
-from minirt.engine.planning import plan_step
-from minirt.engine.runner import Runner
-from minirt.engine.sampler import SamplingBatch, sample
-from minirt.engine.scheduler import Work
-from minirt.engine.sequence import Sequence
-from minirt.engine.slots import HostSlots
+from minirt.engine.plan import plan_step
+from minirt.engine.schedule.scheduler import Work
+from minirt.engine.state.sequence import Sequence
+from minirt.engine.state.slots import HostSlots
 from minirt.errors import InputError
 from minirt.sampling_params import SamplingParams, resolve
 from minirt.step.plan import PlannedSequences
@@ -130,7 +131,7 @@ FEW_PAGES = st.fixed_dictionaries(SIZES | {"pages": st.integers(16, 30)})
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_logprobs_are_those_of_the_raw_logits(lookahead):
     it, _ = engine(seqs=4, budget=20, lookahead=lookahead)
-    it._runner._model = Noisy()
+    it._runner.model = Noisy()
     both = {"logprobs": 3, "prompt_logprobs": 2, "temperature": 0.7, "seed": 3, "presence_penalty": 1.5, "max_tokens": 9}
     requests = [
         (0, [9, 8, 7], SamplingParams(**both)), (0, [50] * 30, SamplingParams(max_tokens=5, temperature=0.0)),
@@ -166,7 +167,7 @@ def test_logprobs_are_those_of_the_raw_logits(lookahead):
 def test_every_prompt_token_is_scored_once(requests, sizes):
     """Also where a prompt is cut into chunks, or preempted, or its beginning is in the prefix cache or is not to be scored."""
     it, cache = engine(**sizes)
-    it._runner._model = Noisy()
+    it._runner.model = Noisy()
     asked = [(w, p, SamplingParams(max_tokens=n, prompt_logprobs=1 if on or not n else None)) for w, p, n, on in requests]
     unscored = [min(max(on, 1), len(prompt)) for _, prompt, _, on in requests]
     tokens, _, scores = run(it, asked, unscored)
@@ -184,7 +185,7 @@ def test_every_prompt_token_is_scored_once(requests, sizes):
 def test_a_prompt_that_is_not_scored_at_its_beginning_may_be_long():
     """A step is bounded by the rows of logits, which unscored tokens do not need; and the prefix cache has their pages."""
     it, cache = engine(pages=600, seqs=4, budget=2000, length=1500)
-    it._runner._model = model = Noisy()
+    it._runner.model = model = Noisy()
     params = SamplingParams(max_tokens=0, prompt_logprobs=0)
     for tail in (5, 6):
         run(it, [(0, [1] * 1400 + [tail] * 3, params)], [1400])
@@ -228,7 +229,7 @@ def test_a_step_scores_a_bounded_number_of_prompt_tokens():
         sizes.append(len(logits))
         return logits
 
-    it._runner._model = watched
+    it._runner.model = watched
     params = SamplingParams(max_tokens=2, prompt_logprobs=0)
     _, _, scores = run(it, [(0, [1] * 700, params), (0, [2] * 300, params), (0, [3] * 40, SamplingParams(max_tokens=2))])
     assert [len(scores[i]) for i in (0, 1)] == [699, 299]
@@ -251,7 +252,7 @@ def test_too_many_log_probabilities_of_a_prompt_are_refused(listed, count, monke
 
 def test_a_step_that_runs_out_of_memory_and_is_tried_again_counts_once(monkeypatch):
     it, _ = engine(seqs=4, budget=20)
-    it._runner._model = Noisy()
+    it._runner.model = Noisy()
     original, calls = sampling_stages.token_logprobs, itertools.count()
 
     def fails_twice(*args, **kwargs):
@@ -294,8 +295,8 @@ def test_nobody_asks_nothing_runs(monkeypatch):
 def test_greedy_steps_need_no_logits_unless_somebody_asks(monkeypatch):
     """The LM head writes none, and `sample` reads its row maxima."""
     runner = Runner(Mock(), engine()[1], torch.device("cpu"), EngineLimits(64, 2, 64), vocab_size=VOCAB)
-    asked, maxima, forward, send = [], torch.zeros(1, 1, dtype=torch.int64), runner._forward, runner._buffers.send
-    monkeypatch.setattr(runner._buffers, "send", lambda plan, logits_needed, greedy: asked.append(logits_needed) or send(plan))
+    asked, maxima, forward, send = [], torch.zeros(1, 1, dtype=torch.int64), runner._forward, runner.buffers.send
+    monkeypatch.setattr(runner.buffers, "send", lambda plan, logits_needed, greedy: asked.append(logits_needed) or send(plan))
     monkeypatch.setattr(runner, "_forward", lambda plan: forward(plan)._replace(row_maxima=maxima))
     used = []
 

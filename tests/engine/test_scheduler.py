@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from minirt.engine.engine import Request
 from minirt.engine.limits import EngineLimits
-from minirt.engine.scheduler import Scheduler, WaitingQueue
-from minirt.engine.sequence import Sequence
-from minirt.engine.step_times import PromptTime
+from minirt.engine.schedule.scheduler import Scheduler, WaitingQueue
+from minirt.engine.schedule.step_times import PromptTime
+from minirt.engine.state.sequence import Sequence
 from minirt.sampling_params import SamplingParams, resolve
 from minirt.step.kv_cache import KVCache, PagesSpec
 
@@ -199,7 +199,7 @@ def test_without_the_prefix_cache_samples_do_not_wait():
     for _ in range(4):
         watched.add([30] * 9, 3, group=0)
     watched.step()
-    assert it._runner._model.tokens_per_step == [36]
+    assert it._runner.model.tokens_per_step == [36]
 
 
 def test_when_the_first_sample_leaves_the_next_computes_the_prompt():
@@ -211,7 +211,7 @@ def test_when_the_first_sample_leaves_the_next_computes_the_prompt():
     watched.step()
     watched.abort(0)  # in the middle of the prompt
     watched.finish()
-    steps = it._runner._model.tokens_per_step[:3]
+    steps = it._runner.model.tokens_per_step[:3]
     assert steps == [8, 8, 4 + 4], "the second goes on from the pages of the first, and the fourth from those of both"
     assert watched.tokens[1] == watched.tokens[3] == undisturbed(prompt, 3, EOS)
     assert cache.allocator.num_free == cache.num_pages
@@ -285,7 +285,7 @@ def test_alone_prompts_have_the_whole_budget():
     it._scheduler.limits = replace(it._scheduler.limits, max_step_ms=1e-9)
     it._scheduler.prompt_time = PromptTime(1e-3)
     watched, sizes, inner = Watched(it), [], it._runner.start
-    it._runner.start = lambda plan: sizes.append(plan.num_tokens) or inner(plan)
+    it._runner.start = lambda plan: sizes.append(plan.sequences.total_tokens) or inner(plan)
     watched.add([60] * 300, 4)
     watched.finish()
     assert sizes[:2] == [256, 44]

@@ -26,8 +26,8 @@ from hypothesis import strategies as st
 
 from minirt import SamplingParams
 from minirt.engine.engine import Engine, Request
+from minirt.engine.execute.logits_processors import LogitsProcessors
 from minirt.engine.limits import EngineLimits
-from minirt.engine.logits_processors import LogitsProcessors
 from minirt.errors import ContextLengthError, EngineError, UnsupportedError
 from minirt.kernels.step.table import MATCHED, NEXT_TOKENS, NUM_CACHED, NUM_NEXT
 from minirt.sampling_params import resolve
@@ -129,7 +129,7 @@ def engine(pages=64, seqs=6, budget=40, length=64, lookahead=1, snapshots=8, dra
 
 def breaking(it, most, seed):
     """Make steps of more than `most` tokens run out of memory: before their copies, or when the model has changed the states."""
-    model, send, draw = it._runner._model, it._runner._buffers.send, random.Random(seed)
+    model, send, draw = it._runner.model, it._runner.buffers.send, random.Random(seed)
 
     def before(plan, **options):
         if plan.sequences.total_tokens > most and draw.random() < 0.4:
@@ -142,7 +142,7 @@ def breaking(it, most, seed):
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return logits
 
-    it._runner._buffers.send, it._runner._model = before, after
+    it._runner.buffers.send, it._runner.model = before, after
 
 
 def complete(it, prompt, count, salt=None, eos=(), history=0):
@@ -294,16 +294,16 @@ def test_a_step_stores_two_snapshots_of_a_prompt():
 def test_states_of_unusable_logits_are_not_found():
     """A prompt whose logits were NaN once is computed anew: its pages get no keys, so its snapshot is not found either."""
     it, cache = engine(budget=64, within=4)
-    model, prompt = it._runner._model, list(range(10, 34))
+    model, prompt = it._runner.model, list(range(10, 34))
 
     def broken(batch, kv):
         return torch.full_like(model(batch, kv), torch.nan)
 
-    it._runner._model = broken
+    it._runner.model = broken
     it.add(Request(next(NUMBERS), prompt, resolve(SamplingParams(max_tokens=3), None)))
     outputs = finish(it)
     assert outputs[-1].error
-    it._runner._model = model
+    it._runner.model = model
     assert complete(it, [*prompt, 60], 3) == (undisturbed([*prompt, 60], 3), 0)
     assert complete(it, prompt, 3) == (undisturbed(prompt, 3), 20)
     check(it, cache)

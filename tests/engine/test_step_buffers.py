@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from minirt.engine.buckets import Bucket, Buckets
+from minirt.engine.execute import step_graphs
+from minirt.engine.execute.buckets import Bucket, Buckets
+from minirt.engine.execute.runner import Runner
+from minirt.engine.execute.step_buffers import StepBuffers, StepSizes
+from minirt.engine.execute.step_graphs import StepGraphs
 from minirt.engine.limits import EngineLimits
-from minirt.engine.runner import Runner
-from minirt.engine.step_buffers import StepBuffers
 from minirt.kernels.step.table import FINAL_LEN, NEXT_TOKENS, NUM_NEXT
 from minirt.modeling.model import Model
 from minirt.step.batch import Batch, Chunk
@@ -27,7 +29,7 @@ PAGE, CPU = 16, torch.device("cpu")
 
 def buffers(seqs=4, tokens=40, length=400, max_seqs=None):
     cache = KVCache([PagesSpec(1, 1)], 99, page_size=PAGE)
-    return StepBuffers(cache, EngineLimits(length, seqs, tokens), CPU, 97, max_seqs or seqs, tokens, max_seqs or seqs)
+    return StepBuffers(cache, EngineLimits(length, seqs, tokens), CPU, 97, StepSizes(max_seqs or seqs, tokens, max_seqs or seqs))
 
 
 def ints(*values):
@@ -53,19 +55,19 @@ CHUNKS = [Chunk([7, 8, 9], 14, [3, 5]), Chunk([4], 300, list(range(20, 40))), Ch
 
 
 def derived(own, plan, tokens, seqs, logits, one_token=False):
-    step = own.tensors(tokens, seqs, logits, 0)
-    for tensor in step:
+    view = own.view(tokens, seqs, logits, 0)
+    for tensor in view.tensors:
         tensor.fill_(12345)
     own.send(plan)
-    own.prepare(step, one_token=one_token)
-    return step
+    own.prepare(view, one_token=one_token)
+    return view.tensors
 
 
 def edits_in_messages(own, plan):
     """Send a plan's edits a few at a time, as several steps do."""
     for first in range(0, len(plan.edits), 2):
         own.send(StepPlan(PlannedSequences.of(()), edits=plan.edits[first : first + 2]))
-        own.prepare(own.tensors(0, 0, 0, 0), one_token=False)
+        own.prepare(own.view(0, 0, 0, 0), one_token=False)
 
 
 @pytest.mark.parametrize("following", [(), (1,), (1, 3)])
@@ -124,16 +126,18 @@ def test_the_largest_plan_fits():
     (Bucket(64, 2048), 2048, 64),
     (Bucket(8, short=True), 8, 8),
 ])  # fmt: skip
-def test_graphs_compute_no_more_rows_than_can_want_logits(bucket, tokens, rows):
+def test_graphs_compute_no_more_rows_than_can_want_logits(bucket, tokens, rows, monkeypatch):
     limits = EngineLimits(512, 64, 2048)
+    monkeypatch.setattr(step_graphs, "CudaGraphs", lambda device: object())
     own = object.__new__(Runner)
-    own._taps = None
-    own._statics, own._graphs, own._limits, own._cache = {}, object(), limits, KVCache([PagesSpec(1, 64)], 70)
-    own._buffers = StepBuffers(own._cache, limits, CPU, 211, 64, 2048, 64, row_maxima_tiles=7, logits_rows=64)
-    own._model = object.__new__(Model)
-    own._model.row_maxima_tiles = lambda rows: 7
-    assert bucket in Buckets(limits).all()
-    step, batch = own._static(bucket)
+    own._taps, own.device = None, CPU
+    own.limits, own.cache = limits, KVCache([PagesSpec(1, 64)], 70)
+    own.buffers = StepBuffers(own.cache, limits, CPU, 211, StepSizes(64, 2048, 64, row_maxima_tiles=7, logits_rows=64))
+    own.model = object.__new__(Model)
+    own.model.row_maxima_tiles = lambda rows: 7
+    own.graphs = StepGraphs(own, Buckets(limits))
+    assert bucket in own.graphs.buckets.all()
+    (step, *_), batch = own.graphs.static(bucket)
     assert batch.num_tokens == len(step.tokens) == tokens
     assert len(batch.logits_indices) == len(batch.logits) == len(batch.row_maxima.values) == len(step.draw_rows) == rows
     assert batch.num_seqs == len(batch.seq_lens_device) == bucket.seqs
@@ -144,12 +148,12 @@ LARGE = """
 import os, torch
 import numpy as np
 from minirt.engine.limits import EngineLimits
-from minirt.engine.step_buffers import StepBuffers
+from minirt.engine.execute.step_buffers import StepBuffers, StepSizes
 from minirt.step.kv_cache import KVCache, PagesSpec
 from minirt.step.plan import Edit, PlannedSequences, StepPlan
 torch.set_num_threads(1)  # large buffers of zeros would start threads
 cache = KVCache([PagesSpec(1, 1)], 1, page_size=64)
-own = StepBuffers(cache, EngineLimits(8448, 256, 40000), torch.device("cpu"), 8, 256, 40000, 256)
+own = StepBuffers(cache, EngineLimits(8448, 256, 40000), torch.device("cpu"), 8, StepSizes(256, 40000, 256))
 own._message.copy = lambda count: None  # the copy to a device is not the host's work
 torch.set_num_threads(4)
 before = len(os.listdir("/proc/self/task"))

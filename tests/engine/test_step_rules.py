@@ -76,7 +76,7 @@ def test_with_drafts_equal_sizes_do_not_mean_that_every_row_is_kept():
     def as_on_a_gpu(plan, **options):
         runner._cuda = True
         try:
-            batch = eager(plan, **options)
+            _, batch = eager(plan, **options)
         finally:
             runner._cuda = False
         seen.append(batch.every_row)

@@ -17,11 +17,11 @@ from engine.test_sampling_stages import alone as sampling_stages_alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minirt.engine import sampling_stages
-from minirt.engine.collector import no_token
+from minirt.engine.collect.collector import no_token
 from minirt.engine.compiling_requests import CompilingRequests
 from minirt.engine.engine import Request
-from minirt.engine.sampler import sample
+from minirt.engine.execute import sampling_stages
+from minirt.engine.execute.sampler import sample
 from minirt.errors import EngineError, InputError, NumericsError, UnsupportedError
 from minirt.sampling_params import SamplingParams, resolve
 
@@ -122,7 +122,7 @@ KIND = st.integers(0, len(MIXED) - 1)
 def test_any_schedule_gives_the_tokens_of_a_solo_run(requests, sizes, late):
     """Penalties, biases, masks and draws, with constraints and without. Catches counts of another step or slot."""
     it, cache = bound_engine(late=late, **sizes)
-    it._runner._model = Noisy()
+    it._runner.model = Noisy()
     usual = {"temperature": 0.0}
     asked = [(when, p, SamplingParams(**usual | {"max_tokens": n, "seed": n} | MIXED[k])) for when, p, n, k in requests]
     tokens, last = run(it, asked)
@@ -135,7 +135,7 @@ def test_any_schedule_gives_the_tokens_of_a_solo_run(requests, sizes, late):
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_a_constraint_follows_its_sequence_through_preemptions(lookahead):
     it, _ = bound_engine(pages=16, seqs=8, budget=64, lookahead=lookahead)
-    it._runner._model = model = Noisy()
+    it._runner.model = model = Noisy()
     params = SamplingParams(max_tokens=30, temperature=0.0, logit_bias={EOS: -50.0}, **BOUND)
     requests = [(0, [i + 10] * 9, params) for i in range(6)]
     tokens, _ = run(it, requests)
@@ -147,13 +147,13 @@ def test_the_forward_pass_is_queued_before_the_tokens_of_the_step_before_are_rea
     """So the device has work while the host waits and computes masks. What the sampler needs beside them is sent before. Steps
     without constraints keep their order."""
     it, _ = bound_engine(lookahead=1)
-    it._runner._model, order = Noisy(), []
+    it._runner.model, order = Noisy(), []
     start, collect, fill = it._runner._forward, it._collector.collect, it._constraints.fill
     it._runner._forward = lambda *args: order.append("forward") or start(*args)
     it._collector.collect = lambda *args: order.append("collect") or collect(*args)
     it._constraints.fill = lambda *args: order.append("masks") or fill(*args)
-    slots = it._runner._stages.fill_slots
-    it._runner._stages.fill_slots = lambda rules: order.extend(["slots"] * len(rules)) or slots(rules)
+    slots = it._runner.stages.fill_slots
+    it._runner.stages.fill_slots = lambda rules: order.extend(["slots"] * len(rules)) or slots(rules)
     monkeypatch.setattr(sampling_stages, "sample", lambda *args, **own: order.append("draw") or sample(*args, **own))
     run(it, [(0, [1, 2], SamplingParams(max_tokens=3, temperature=0.0, logit_bias={EOS: -50.0}, **BOUND))])
     assert order == ["forward", "slots", "masks", "draw", *["forward", "collect", "masks", "draw"] * 2, "collect"]
@@ -165,7 +165,7 @@ def test_the_forward_pass_is_queued_before_the_tokens_of_the_step_before_are_rea
 def test_a_request_that_has_ended_writes_into_no_slot():
     """Its row in the step that was queued meanwhile is still drawn, and another sequence's slot may be the last one."""
     it, _ = bound_engine(seqs=2, lookahead=1)
-    it._runner._model = Noisy()
+    it._runner.model = Noisy()
     first = SamplingParams(max_tokens=1, temperature=0.0)
     last_slot = SamplingParams(max_tokens=25, temperature=0.0, repetition_penalty=1.4, presence_penalty=0.9, ignore_eos=True)
     ending = SamplingParams(max_tokens=30, temperature=0.0, frequency_penalty=-1.0, logit_bias={EOS: 50.0}, **BOUND)
@@ -185,7 +185,7 @@ def test_steps_without_constraints_compute_no_mask():
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_a_constraint_that_cannot_go_on_ends_its_request_only(lookahead):
     it, cache = bound_engine(lookahead=lookahead)
-    it._runner._model = Noisy()
+    it._runner.model = Noisy()
     bias = {"temperature": 0.0, "max_tokens": 12, "logit_bias": {EOS: -50.0}}
     failing = SamplingParams(structured_outputs={"regex": "failxx"}, **bias)  # at its fourth token
     requests = [(0, [1, 2], SamplingParams(**bias | BOUND)), (0, [3, 4], failing), (1, [5], SamplingParams(**bias))]
@@ -201,7 +201,7 @@ def test_a_constraint_that_cannot_go_on_ends_its_request_only(lookahead):
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_what_leaves_no_token_is_an_error(lookahead):
     it, _ = bound_engine(lookahead=lookahead)
-    it._runner._model = Noisy()
+    it._runner.model = Noisy()
     only = next(v for v in permitted([]) if v not in permitted([v]))
     params = SamplingParams(allowed_token_ids=[only], temperature=0.0, max_tokens=9, **BOUND)
     tokens, last = run(it, [(0, [1, 2], params)])
@@ -211,7 +211,7 @@ def test_what_leaves_no_token_is_an_error(lookahead):
         "allowed_token_ids: no token is left to draw; expected a token that fits structured_outputs and allowed_token_ids; "
         "found none for generated token 1 (a grammar needs an end-of-sequence token, too)"
     )
-    it._runner._model = lambda batch, cache: Noisy()(batch, cache).fill_(math.nan)
+    it._runner.model = lambda batch, cache: Noisy()(batch, cache).fill_(math.nan)
     _, last = run(it, [(0, [1, 2], params)])
     assert isinstance(last[0].error, NumericsError), "the settings leave tokens, so it is the model"
 
@@ -265,7 +265,7 @@ def test_a_constraint_that_does_not_compile_ends_its_request():
 
 def test_recovery_keeps_requests_whose_constraint_is_being_compiled():
     it, cache = bound_engine(late=4, lookahead=1)
-    it._runner._model = Noisy()
+    it._runner.model = Noisy()
     started = add(it, [1, 2], resolve(SamplingParams(max_tokens=20), None))
     params = SamplingParams(max_tokens=5, temperature=0.0, **BOUND)
     request = Request(next(IDS), [7, 8], resolve(params, None), (EOS,))
@@ -332,7 +332,7 @@ def test_an_engine_without_constraints_refuses():
 def test_memory_that_runs_out_in_the_sampler_changes_nothing(monkeypatch):
     """The tokens of the earlier step, which were collected while the step was started, are delivered all the same."""
     it, _ = bound_engine(lookahead=1, seqs=4)
-    it._runner._model = Noisy()
+    it._runner.model = Noisy()
     calls = itertools.count()
 
     def short_of_memory(*args, **own):

@@ -425,7 +425,7 @@ def test_it_runs_under_cuda_graphs(layers, impl, hf_folder):
         folder = hf_folder("Llama", seed=3, head_dim=64, hidden_size=128)
         with Generator.from_pretrained(folder, device="cuda", kv_cache_memory=1 << 24, layers=layers, **options) as generator:
             assert (generator.plan.not_capturable is None) == cuda_graphs
-            assert (generator._engine.engine._runner.buckets is not None) == cuda_graphs
+            assert (generator._engine.engine._runner.graphs.buckets is not None) == cuda_graphs
             params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
             texts.append([c.token_ids for c in generator.generate([prompt(i) for i in range(5)], params)])
     assert texts[0] == texts[1]

@@ -11,8 +11,8 @@ from engine.test_step_buffers import plan_of
 from support.weights import InBlocks
 
 from minirt import models
+from minirt.engine.execute.step_buffers import StepBuffers, StepSizes
 from minirt.engine.limits import EngineLimits
-from minirt.engine.step_buffers import StepBuffers
 from minirt.loading import checkpoint as weights
 from minirt.modeling.formats import FP8, Quantization
 from minirt.modeling.model import Model
@@ -153,14 +153,14 @@ def test_a_padded_batch(tokens, seqs):
         model(Batch.build(cached, cache.page_size), cache)
         batch = Batch.build(chunks, cache.page_size)
         if padded:
-            buffers = StepBuffers(cache, EngineLimits(256, seqs, tokens), DEVICE, 211, seqs, tokens, seqs)
-            step = buffers.tensors(tokens, seqs, seqs, 0)
-            for tensor in step:
+            buffers = StepBuffers(cache, EngineLimits(256, seqs, tokens), DEVICE, 211, StepSizes(seqs, tokens, seqs))
+            view = buffers.view(tokens, seqs, seqs, 0)
+            for tensor in view.tensors:
                 tensor.fill_(8)
             buffers.send(plan_of(chunks, buffers, following=(1,) if seqs > 1 else ()))
-            buffers.prepare(step, one_token=False)
+            buffers.prepare(view, one_token=False)
             logits = torch.full((seqs, 211), float("nan"), device=DEVICE)
-            batch = replace(Batch.of(step, (tokens,) * seqs, (256,) * seqs, 256, 40, every_row=False), logits=logits)
+            batch = replace(Batch.of(view.tensors, (tokens,) * seqs, (256,) * seqs, 256, 40, every_row=False), logits=logits)
         out = model(batch, cache)[: sum(c.num_logits for c in chunks)]
         results.append((out.cpu(), [x.cpu() for layer in cache.layers for x in layer if x is not None]))
     (plain, pages), (out, padded_pages) = results

@@ -8,9 +8,9 @@ from support.checkpoints import no_warning
 from support.model_cases import make
 
 from minirt import Generator, LoadOptions
+from minirt.engine.execute.logits_processors import LogitsProcessors
 from minirt.engine.limits import EngineLimits
-from minirt.engine.logits_processors import LogitsProcessors
-from minirt.engine.warmup import largest_steps
+from minirt.engine.warmup.steps import largest_steps
 from minirt.errors import ConfigError, OutOfMemoryError
 from minirt.kernels.attention.limits import MAX_WIDENED_TOKENS
 from minirt.kernels.sampling.slots import slot_bytes
@@ -54,7 +54,7 @@ def free(monkeypatch):
 
 @pytest.fixture
 def measure(monkeypatch):
-    return lambda needed: monkeypatch.setattr("minirt.engine.runner.measure_step_bytes", needed)
+    return lambda needed: monkeypatch.setattr("minirt.engine.execute.runner.measure_step_bytes", needed)
 
 
 def plan(step, *, device=GPU, model=None, **options):

@@ -40,7 +40,7 @@ def greedy(count: int) -> SamplingParams:
 
 def watch(generator: Generator) -> list[tuple[int, int, int, list[int]]]:
     """From now on, each proposal: (prompt length, cached tokens, next token, drafts)."""
-    proposer, seen = generator._engine.engine._runner._proposer, list[tuple[int, int, int, list[int]]]()
+    proposer, seen = generator._engine.engine._runner.proposer, list[tuple[int, int, int, list[int]]]()
     propose = proposer.propose
 
     def spy(table: Any, columns: Any, rows: Any, *rest: Any) -> None:
@@ -130,7 +130,7 @@ def test_right_drafts_are_accepted_more_often_at_a_temperature(lookahead: int, f
     for noisy in (True, False):
         with load(folders["hybrid"], mtp(2), lookahead) as generator:
             if not noisy:
-                proposer = generator._engine.engine._runner._proposer
+                proposer = generator._engine.engine._runner.proposer
                 propose = proposer.propose
 
                 def cold(table: Any, *rest: Any, propose: Any = propose) -> None:
@@ -155,7 +155,7 @@ def test_a_draft_model_without_memory(kind: str, folders: dict[str, Path]) -> No
     with load(folders[kind]) as generator:
         expected = [generator.generate(text, greedy(40)).token_ids for text in texts]
     with load(folders[kind], mtp()) as generator:
-        proposer, passes = generator._engine.engine._runner._proposer, iter(range(10_000))
+        proposer, passes = generator._engine.engine._runner.proposer, iter(range(10_000))
         model = proposer._model
 
         def scarce(*arguments: Any) -> torch.Tensor:
@@ -241,7 +241,7 @@ def test_nothing_but_numbers_of_its_own_pages(kv: str, folders: dict[str, Path])
             for tensor in layer.tensors():
                 if tensor.is_floating_point():
                     tensor.copy_(torch.full_like(tensor, torch.nan, dtype=torch.float32))
-        proposer = generator._engine.engine._runner._proposer
+        proposer = generator._engine.engine._runner.proposer
         model, finite = proposer._model, list[bool]()
 
         def call(batch: Any, cache: Any) -> Any:

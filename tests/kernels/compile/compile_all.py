@@ -18,8 +18,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from minirt.engine.logits_processors import LogitsProcessors, Rules
-from minirt.engine.logprobs import token_logprobs
+from minirt.engine.execute.logits_processors import LogitsProcessors, Rules
+from minirt.engine.execute.logprobs import token_logprobs
 from minirt.kernels import embedding, launch, norm, rope
 from minirt.kernels.attention import dispatch as attention
 from minirt.kernels.attention import rope_write as kv_write

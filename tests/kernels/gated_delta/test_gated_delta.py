@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minirt.engine.limits import EngineLimits
-from minirt.engine.warmup import warm_up_steps
+from minirt.engine.warmup.steps import warm_up_steps
 from minirt.errors import InputError
 from minirt.kernels.gated_delta import chunk, dispatch, reference
 from minirt.kernels.gated_delta.operands import CHUNK, GatedDeltaSequences, GatedDeltaState, GatedDeltaWeights

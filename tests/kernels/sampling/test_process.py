@@ -11,8 +11,8 @@ import pytest
 import torch
 from support.raising import raises
 
-from minirt.engine.logits_processors import LogitsProcessors, Rules
-from minirt.engine.logprobs import MAX_TOP, columns, token_logprobs, unpack
+from minirt.engine.execute.logits_processors import LogitsProcessors, Rules
+from minirt.engine.execute.logprobs import MAX_TOP, columns, token_logprobs, unpack
 from minirt.errors import InputError
 from minirt.kernels.sampling import logprobs as logprob_kernels
 from minirt.kernels.sampling import process as kernels

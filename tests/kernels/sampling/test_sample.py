@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from support.raising import raises
 
-from minirt.engine.sampler import SamplingBatch, exponential_noise, filtered_weights, sample
+from minirt.engine.execute.sampler import SamplingBatch, exponential_noise, filtered_weights, sample
 from minirt.kernels.sampling import filters
 from minirt.kernels.sampling import sample as kernel
 from minirt.kernels.sampling.filters import LIGHTEST, divided, select, weights_of

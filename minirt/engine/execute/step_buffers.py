@@ -1,15 +1,12 @@
 """`StepBuffers`: the table of slots, and every buffer that a step reads or writes, at addresses that CUDA graphs can keep."""
 
-from collections.abc import Callable
-from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from minirt.device import is_nvidia
-from minirt.engine.cpu_gpu_buffer import CpuGpuBuffer
 from minirt.engine.limits import EngineLimits
 from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.kernels.sampling.batch import DTYPES, SamplingBatch
@@ -22,11 +19,9 @@ if TYPE_CHECKING:
     from minirt.kernels.linear.product import RowMaxima
 
 _MOST_VIEWS = 512
-_SIZED = [StepTensors._fields.index(name) for name in ("tokens", "seq_lens", "logits_indices", "draw_rows")]
 _NUM_ROWS = 5  # of `Rows`, beside the tokens
 _HEAD = 4  # words of a message before them: number of edits, whether logits are needed, whether `commit_greedy` is
 _INT64 = "tokens", "positions", "slots", "logits_indices", "draw_rows"  # of `StepTensors`; the others are int32
-T = TypeVar("T")
 
 
 def _sizes(tokens: int, seqs: int, logits: int, draws: int) -> tuple[int, ...]:
@@ -34,19 +29,96 @@ def _sizes(tokens: int, seqs: int, logits: int, draws: int) -> tuple[int, ...]:
     return (tokens,) * 3 + (seqs + 1, seqs, seqs + 1, seqs, seqs, 0, logits, *((draws,) * 4))
 
 
-def _kept(make: Callable[..., T]) -> Callable[..., T]:
-    """A method whose views are kept for each size: those of a step are often those of the step before."""
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on its way to the device. PyTorch keeps the pinned memory until the copy has ended."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
-    @wraps(make)
-    def kept(self: "StepBuffers", *sizes: int) -> T:
-        key = make, *sizes
-        if (views := self._views.get(key)) is None:
-            if len(self._views) >= _MOST_VIEWS:
-                self._views.clear()
-            views = self._views[key] = make(self, *sizes)
-        return views
 
-    return kept
+class CpuGpuBuffer:
+    """An int32 device buffer that is refilled for each step; on a CUDA device through pinned memory.
+
+    There are two pinned buffers, because the copy from one may still be queued when the next step's values are written. Each has
+    an event, because its copy may still be queued one step later, if the host has not waited for the device since.
+    """
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        self.device = torch.zeros(shape, dtype=torch.int32, device=device)
+        cuda = device.type == "cuda"
+        self._host = [torch.zeros(shape, dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
+        self._arrays = [host.numpy() for host in self._host]
+        self._copied = [torch.cuda.Event() for _ in range(2)] if cuda else []
+        self._turn = 0  # which of the two is written
+        self._views: dict[int | None, list[Tensor]] = {}  # the first rows of all three tensors, by their number
+
+    def host(self) -> Tensor:
+        """The host buffer for the next step's values. Waits until its previous values have reached the device."""
+        self._turn = 1 - self._turn
+        if self._copied:
+            self._copied[self._turn].synchronize()
+        return self._host[self._turn]
+
+    def array(self) -> np.ndarray:
+        """`host` as an array."""
+        self.host()
+        return self._arrays[self._turn]
+
+    def send(self, count: int | None = None) -> None:
+        """Queue the copy of the last buffer returned by `host` to the device: its first `count` rows, or all rows."""
+        self.copy(count)
+        self.copied()
+
+    def copy(self, count: int | None = None) -> None:
+        """The first part of `send`, so that urgent work can be queued before `copied`. Keeps views for each `count`."""
+        if (views := self._views.get(count)) is None:
+            views = self._views[count] = [tensor[:count] for tensor in (*self._host, self.device)]
+        views[2].copy_(views[self._turn], non_blocking=True)
+
+    def copied(self) -> None:
+        """The second part of `send`: from now on, `host` waits for the copy."""
+        if self._copied:
+            self._copied[self._turn].record()
+
+
+class StepSizes(NamedTuple):
+    """Of the largest step, padding included.
+
+    Args:
+        row_maxima_tiles: columns of the head's row maxima.
+        logits_rows: rows of the logits that CUDA graphs write; 0: there are none.
+    """
+
+    seqs: int
+    tokens: int
+    draws: int
+    row_maxima_tiles: int = 0
+    logits_rows: int = 0
+
+
+class StepView(NamedTuple):
+    """The parts of the buffers that steps of one size use.
+
+    Args:
+        tensors: the input of the layers, and what the step has for each draw. `settings`: of the draws.
+        rows: the sequences, in the step's message.
+        result: [B, 2 + drafts], from `commit`. `report`: [B, 2 + drafts], the drafts for the next step.
+        operands: table, rows, tensors, settings, result and report for the functions of the table; on a CPU as arrays.
+    """
+
+    tensors: StepTensors
+    settings: SamplingBatch
+    rows: Rows
+    result: Tensor
+    report: Tensor
+    operands: Any
+
+
+class _Operands(NamedTuple):
+    table: Any
+    rows: Any
+    tensors: Any
+    settings: Any
+    result: Any
+    report: Any
 
 
 class StepBuffers:
@@ -58,10 +130,7 @@ class StepBuffers:
 
     Args:
         limits: of the engine; its `max_model_len` is the number of tokens of the longest sequence.
-        max_seqs, max_tokens, max_draws: of the largest step, padding included.
         vocab_size: columns of the logits.
-        row_maxima_tiles: columns of the head's row maxima.
-        logits_rows: rows of the logits that CUDA graphs write; 0: there are none.
 
     Attributes:
         columns, table: of the slots.
@@ -72,9 +141,9 @@ class StepBuffers:
     """
 
     def __init__(
-        self, cache: KVCache, limits: EngineLimits, device: torch.device, vocab_size: int, max_seqs: int, max_tokens: int,
-        max_draws: int, row_maxima_tiles: int = 0, logits_rows: int = 0,
+        self, cache: KVCache, limits: EngineLimits, device: torch.device, vocab_size: int, largest: StepSizes
     ) -> None:  # fmt: skip
+        max_seqs, max_tokens, max_draws, row_maxima_tiles, logits_rows = largest
         self._page_size, self._device, self._vocab_size = cache.page_size, device, vocab_size
         self._kernels = None
         if is_nvidia(device):
@@ -82,7 +151,7 @@ class StepBuffers:
 
             self._kernels = kernels
         self._forms: Any = self._kernels or eager
-        self._views: dict[tuple[Any, ...], Any] = {}
+        self._views: dict[tuple[int, ...], StepView] = {}
         history = limits.max_model_len if limits.keeps_history else 0
         self.columns = Columns(limits.max_drafts, 1, cache.pages_for(limits.max_model_len), history)
         self.table = torch.zeros(limits.max_num_seqs, self.columns.words, dtype=torch.int32, device=device)
@@ -92,6 +161,7 @@ class StepBuffers:
         self._tokens_at, self._max_tokens = self._edits_at + 4 * 2 * self._max_seqs, max_tokens
         words = self._tokens_at + max_tokens + self._max_seqs * (self.columns.page_tables + self.columns.pages)
         self._message = CpuGpuBuffer((words,), device)
+        self._words = self._message.device.numpy() if self._kernels is None else np.zeros(1, np.int32)  # on a CPU
         self.logits_needed, self.greedy = self._message.device[1:2], self._message.device[2:3]
         drafts = self.table[:, NEXT_TOKENS + 1 : NEXT_TOKENS + 1 + limits.max_drafts]
         self.drafts = drafts if limits.max_drafts else None
@@ -116,7 +186,7 @@ class StepBuffers:
             logits_needed: whether a head that stores row maxima must write logits, too.
             greedy: whether `commit_greedy` does anything in this step.
         """
-        edits, tokens, count, size = plan.edits, plan.tokens, len(plan.sequences), self._max_seqs
+        edits, tokens, count, size = plan.edits, plan.tokens, len(plan.sequences.slots), self._max_seqs
         if self.columns.history:  # of unbounded size, so it is not a part of the message
             for slot, first, values in [edit for edit in edits if edit.column >= self.columns.tokens]:
                 known = torch.from_numpy(values)
@@ -149,90 +219,80 @@ class StepBuffers:
         """Guard the host's copy of the message until the device has it."""
         self._message.copied()
 
-    @_kept
-    def rows(self, seqs: int) -> Rows:
-        """The rows of a step with `seqs` sequences, padding included."""
-        message, size = self._message.device, self._max_seqs
-        slots, starts, counts, logits, draws = (message[_HEAD + i * size :][:seqs] for i in range(_NUM_ROWS))
-        return Rows(slots, starts, counts, logits, draws, message[self._tokens_at : self._tokens_at + self._max_tokens])
+    def view(self, tokens: int, seqs: int, logits: int, draws: int) -> StepView:
+        """The parts for steps of this size, padding included. They are kept, since most steps have the size of one before."""
+        key = tokens, seqs, logits, draws
+        if (view := self._views.get(key)) is None:
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            view = self._views[key] = self._new_view(*key)
+        return view
 
-    @_kept
-    def tensors(self, tokens: int, seqs: int, logits: int, draws: int) -> StepTensors:
-        """The tensors of a step of this size, padding included."""
-        step, width = self._step, self.columns.pages
+    def _new_view(self, tokens: int, seqs: int, logits: int, draws: int) -> StepView:
+        step, width, message, size = self._step, self.columns.pages, self._message.device, self._max_seqs
         tables = step.block_tables.view(-1)[: self.columns.groups * seqs * width].view(self.columns.groups, seqs, width)
-        parts = [tensor[:size] for tensor, size in zip(step, _sizes(tokens, seqs, logits, draws), strict=True)]
-        return StepTensors(*parts)._replace(block_tables=tables)
+        parts = [tensor[:count] for tensor, count in zip(step, _sizes(tokens, seqs, logits, draws), strict=True)]
+        tensors, settings = StepTensors(*parts)._replace(block_tables=tables), self._settings.part(slice(draws))
+        columns = [message[_HEAD + i * size :][:seqs] for i in range(_NUM_ROWS)]
+        rows = Rows._make([*columns, message[self._tokens_at : self._tokens_at + self._max_tokens]])
+        result, report = self._result[0, :seqs], self._result[-1, :seqs]
+        operands = _Operands(self.table, rows, tensors, settings, result, report)
+        if self._kernels is None:
+            operands = _Operands(*(eager.arrays(part) if isinstance(part, tuple) else part.numpy() for part in operands))
+        return StepView(tensors, settings, rows, result, report, operands)
 
-    @_kept
-    def settings(self, draws: int) -> SamplingBatch:
-        """The settings of a step's draws."""
-        return self._settings.part(slice(draws))
-
-    @_kept
-    def _row_arrays(self, seqs: int) -> tuple[Any, Rows]:
-        return self._message.device.numpy(), eager.arrays(self.rows(seqs))
-
-    @_kept
-    def _arrays_of(self, tokens: int, seqs: int, logits: int, draws: int) -> Any:
-        return eager.arrays(self.tensors(tokens, seqs, logits, draws)), eager.arrays(self.settings(draws))
-
-    def prepare(self, step: StepTensors, *, one_token: bool, settings: bool = True) -> None:
+    def prepare(self, view: StepView, *, one_token: bool, settings: bool = True) -> None:
         """Apply the message's edits to the table, and derive the input of the step.
 
         Args:
             one_token: as in `derive`.
             settings: whether what the step has for each draw is needed.
         """
-        seqs, sizes = len(step.seq_lens), (self._page_size, KV_SPLIT)
-        if (kernels := self._kernels) is not None:
+        table, rows, tensors, of_draws, *_ = view.operands
+        if self._kernels is not None:
             message = self._message.device
-            edits = message[self._edits_at : self._tokens_at].view(-1, 4)
-            kernels.edit_table(self.table, edits, message, message[:1])
-            draws = self.settings(len(step.draw_rows))
-            kernels.derive(self.table, self.columns, self.rows(seqs), step, draws, *sizes, one_token=one_token)
-        else:
-            words, rows = self._row_arrays(seqs)
-            if words[0]:
-                edits = words[self._edits_at : self._edits_at + 4 * words[0]].reshape(-1, 4)
-                eager.edit_table(self.table, edits, words)
-            to, of_draws = self._arrays_of(*(len(step[i]) for i in _SIZED))
-            eager.derive(self.table, self.columns, rows, to, of_draws if settings else None, *sizes, one_token=one_token)
+            room = message[self._edits_at : self._tokens_at].view(-1, 4)
+            self._kernels.edit_table(table, room, message, message[:1])
+        elif self._words[0]:
+            edits = self._words[self._edits_at : self._edits_at + 4 * self._words[0]].reshape(-1, 4)
+            self._forms.edit_table(table, edits, self._words)
+        of_draws = of_draws if settings or self._kernels is not None else None
+        self._forms.derive(table, self.columns, rows, tensors, of_draws, self._page_size, KV_SPLIT, one_token=one_token)
 
-    @_kept
-    def _operands(self, seqs: int) -> tuple[Rows, Tensor, Tensor]:
-        """Of the forms of `commit` and `report`: the rows, the result [B, 2 + drafts], and the report of drafts."""
-        rows = self._row_arrays(seqs)[1] if self._kernels is None else self.rows(seqs)
-        return rows, self._result[0, :seqs], self._result[-1, :seqs]
-
-    def commit(self, step: StepTensors, drawn: Tensor) -> None:
+    def commit(self, view: StepView, drawn: Tensor) -> None:
         """Write the drawn tokens [Q] into the table, and the result, for `to_host`; see `eager.commit`."""
-        rows, result, _ = self._operands(len(step.seq_lens))
-        self._forms.commit(self.table, self.columns, rows, step.seq_lens, drawn, result)
+        table, rows, tensors, _, result, _ = view.operands
+        self._forms.commit(table, self.columns, rows, tensors.seq_lens, drawn, result)
 
-    def commit_greedy(self, step: StepTensors, row_maxima: Tensor) -> None:
+    def commit_greedy(self, view: StepView, row_maxima: Tensor) -> None:
         """`commit` of the token with the largest logit of each row, by its row maxima [Q, P]. On a GPU."""
         if self._kernels is not None:
-            rows, result, _ = self._operands(len(step.seq_lens))
-            self._kernels.commit_greedy(self.table, self.columns, rows, step.seq_lens, row_maxima, self.greedy, result)
+            table, rows, tensors, _, result, _ = view.operands
+            self._kernels.commit_greedy(table, self.columns, rows, tensors.seq_lens, row_maxima, self.greedy, result)
 
-    def report(self, seqs: int) -> None:
+    def report(self, view: StepView) -> None:
         """Copy the drafts of a step's sequences, for `to_host`."""
-        rows, _, report = self._operands(seqs)
-        self._forms.report(self.table, self.columns, rows, report, self._vocab_size)
+        self._forms.report(self.table, self.columns, view.operands.rows, view.operands.report, self._vocab_size)
 
-    def to_host(self, seqs: int) -> tuple[np.ndarray, np.ndarray | None]:
+    def to_host(self, view: StepView) -> tuple[np.ndarray, np.ndarray | None]:
         """A step's result [B, 2 + drafts], and what `report` has copied, on the host or on their way there.
 
         They are valid until the result of the step after next.
         """
         self._result_host.reverse()  # two, since the other's tokens may not have been read yet
-        host, array = self._result_host[0]
+        (host, array), seqs = self._result_host[0], len(view.result)
         if len(array) == 1:
-            host[0, :seqs].copy_(self._operands(seqs)[1], non_blocking=True)
+            host[0, :seqs].copy_(view.result, non_blocking=True)
             return array[0, :seqs], None
         host.copy_(self._result, non_blocking=True)
         return array[0, :seqs], array[1, :seqs]
+
+    def of_graphs(self) -> dict[str, Tensor]:
+        """The device tensors of all steps that CUDA graphs read or write."""
+        return {
+            "table": self.table, "message": self._message.device, "logits": self.logits, "row_maxima": self.row_maxima,
+            "result": self._result,
+        }  # fmt: skip
 
     def row_maxima_of(self, rows: int, tiles: int) -> "RowMaxima | None":
         """Buffers for the row maxima of `rows` rows; None: too many rows need logits, or the head stores none."""

@@ -16,7 +16,7 @@ import numpy as np
 from minirt.step.kv_cache import PageAllocator
 
 if TYPE_CHECKING:
-    from minirt.engine.sequence import Sequence
+    from minirt.engine.state.sequence import Sequence
 
 
 @dataclass

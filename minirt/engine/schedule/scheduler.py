@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minirt.engine.draft_lengths import DraftLengths
 from minirt.engine.limits import MAX_SHARING, EngineLimits
-from minirt.engine.prefix_cache import NO_HIT, Hit, PrefixCache
-from minirt.engine.sequence import Sequence
-from minirt.engine.slots import NEVER, HostSlots
-from minirt.engine.state_cache import StatePrefixCache
-from minirt.engine.step_times import PromptTime
+from minirt.engine.schedule.draft_lengths import DraftLengths
+from minirt.engine.schedule.prefix_cache import NO_HIT, Hit, PrefixCache
+from minirt.engine.schedule.state_cache import StatePrefixCache
+from minirt.engine.schedule.step_times import PromptTime
+from minirt.engine.state.sequence import Sequence
+from minirt.engine.state.slots import NEVER, HostSlots
 from minirt.errors import ContextLengthError
 from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.step.kv_cache import KVCache
@@ -164,6 +164,8 @@ class Scheduler:
         # The token limit of a step, lowered when memory runs out and doubled after `_until_larger` steps; those since then.
         self._limit_tokens, self._steps_since, self._until_larger = limits.max_num_batched_tokens, 0, STEPS_UNTIL_LARGER
         self._limit = "--max-model-len" if limits.max_model_len <= cache.capacity else "--kv-cache-memory"
+        self._most_rows = limits.max_logits_rows
+        self._most_splits = MAX_SHARING * (cache.capacity // KV_SPLIT)  # see `max_splits`
         self.prompt_time: PromptTime | None = None  # None: steps have no limit of time
         self.draft_lengths: DraftLengths | None = None  # None: there are no drafts
         self.clock = self._num_arrivals = self.num_preemptions = 0  # the clock: number of tokens of all steps
@@ -298,16 +300,15 @@ class Scheduler:
     def schedule(self) -> Work | None:
         """The sequences of the next step, with their pages reserved. None if there is nothing to compute (yet)."""
         preemptions, limit = self.num_preemptions, self._limit_tokens
-        most_splits = MAX_SHARING * (self._cache.capacity // KV_SPLIT)  # see `max_splits`
         admits = bool(self.waiting) and len(self.running) < self.limits.max_num_seqs
-        rows = self.limits.max_logits_rows - len(self.running)  # beside one draw of each running sequence
-        slots, counts, lens = self._schedule_decoding(limit, most_splits, rows - admits)
+        rows = self._most_rows - len(self.running)  # beside one draw of each running sequence
+        slots, counts, lens = self._schedule_decoding(limit, self._most_splits, rows - admits)
         going_on, chunks = len(slots), dict[Sequence, _Chunk]()
         used = going_on if self.draft_lengths is None else int(counts.sum())
         if used < limit and (self._prefilling or self.waiting):
             limited = going_on and self.prompt_time is not None and self.limits.max_step_ms
             seconds = self.limits.max_step_ms / 1e3 if limited else _ANY_TIME
-            room = _Room(limit - used, rows - used + going_on, most_splits - int(_splits(lens).sum()), seconds)
+            room = _Room(limit - used, rows - used + going_on, self._most_splits - int(_splits(lens).sum()), seconds)
             chunks = self._schedule_prompts(room, admits and self.num_preemptions == preemptions)
         if not going_on and not chunks:
             return None
@@ -316,9 +317,10 @@ class Scheduler:
         first = values[:, :going_on]
         first[0], first[1], first[2:5], first[5] = slots, -1, counts, lens
         if not chunks:
-            return Work(PlannedSequences(values, *values, used, used, used), self.slots.epochs[slots], [], copies)
+            planned = PlannedSequences(values, *values, used, used, used)  # type: ignore[call-arg]
+            return Work(planned, self.slots.epochs[slots], [], copies)
         values[:, going_on:] = np.transpose(list(chunks.values()))
-        planned, places = PlannedSequences(values, *values, *values[2:5].sum(1).tolist()), list(enumerate(chunks, going_on))
+        planned, places = PlannedSequences.with_totals(values), list(enumerate(chunks, going_on))
         snapshots: tuple[Snapshot, ...] = ()
         if self._states is not None:
             snapshots = self._states.snapshots(places, [chunk.stop for chunk in chunks.values()])

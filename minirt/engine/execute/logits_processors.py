@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minirt.device import is_nvidia
-from minirt.engine.cpu_gpu_buffer import to_device
+from minirt.engine.execute.step_buffers import to_device
 from minirt.errors import InputError
 from minirt.kernels.sampling.slots import ALLOWED, HISTORY, MOST_ENTRIES, PENALTIES, Drafts, Slots, counts_dtype
 from minirt.sampling_params import EffectiveSampling

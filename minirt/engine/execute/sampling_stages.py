@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 
 from minirt.device import is_out_of_memory
-from minirt.engine.cpu_gpu_buffer import CpuGpuBuffer, to_device
+from minirt.engine.execute.logits_processors import PROCESSED_ROWS, LogitsProcessors, Rules
+from minirt.engine.execute.logprobs import MAX_TOP, TokenLogprobs, columns, token_logprobs, unpack
+from minirt.engine.execute.sampler import sample
+from minirt.engine.execute.step_buffers import CpuGpuBuffer, StepView, to_device
 from minirt.engine.limits import EngineLimits
-from minirt.engine.logits_processors import PROCESSED_ROWS, LogitsProcessors, Rules
-from minirt.engine.logprobs import MAX_TOP, TokenLogprobs, columns, token_logprobs, unpack
-from minirt.engine.sampler import sample
-from minirt.kernels.sampling.batch import SamplingBatch
 from minirt.kernels.sampling.slots import Drafts
-from minirt.kernels.step.table import StepTensors
 from minirt.step.plan import SlotRules, StepPlan
 
 SCORED_ROWS = 64  # of a prompt's logits that are scored at once
@@ -97,19 +95,18 @@ class SamplingStages:
                 raise StepOutOfMemory(slot, str(error)) from None
 
     def draw(
-        self, logits: Tensor, row_maxima: Tensor | None, step: StepTensors, settings: SamplingBatch, plan: StepPlan,
-        proposed: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self, logits: Tensor, row_maxima: Tensor | None, view: StepView, plan: StepPlan, proposed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Draw a token from each row of `logits` [Q, V].
 
         Args:
             row_maxima: see `sample`.
-            step, settings: the step's tensors, and the settings of its Q draws.
+            view: of a step with Q draws.
             proposed: [S, drafts] int32, the drafts of each slot; None: there are none.
         Returns:
             The tokens [Q] int64 on the device, and the packed log-probabilities on the host, or on their way there, if one asks.
         """
-        count, raw, needs = len(logits), logits, plan.sampling
+        count, raw, needs, step, settings = plan.sequences.total_draws, logits, plan.sampling, view.tensors, view.settings
         num_top = max(needs.logprobs, default=-1)
         packed = self._packed[:count] if num_top >= 0 else None
         if num_top > MAX_TOP:
@@ -142,9 +139,9 @@ class SamplingStages:
         workspace = self._workspace or kernels.SamplingWorkspace(len(logits), self._vocab, self._device)
         return kernels.row_maxima(logits, wanted, workspace)
 
-    def record(self, tokens: Tensor, step: StepTensors, settings: SamplingBatch) -> None:
+    def record(self, tokens: Tensor, view: StepView) -> None:
         """Count the tokens of a step whose sequences have rules. After `commit`, which says which drawn tokens count."""
-        self._processors.record(tokens, step.draw_slots, settings.step)
+        self._processors.record(tokens, view.tensors.draw_slots, view.settings.step)
 
     def score(self, logits: Tensor, plan: StepPlan) -> list[ScoredRows]:
         """What the rows of logits [R, V] give that are for callers."""

@@ -7,12 +7,12 @@ import numpy as np
 from torch import Tensor
 
 from minirt.engine.request import Request, TokenLogprobs
-from minirt.engine.slots import NEVER, HostSlots
+from minirt.engine.state.slots import NEVER, HostSlots
 from minirt.engine.token_constraints import TokenConstraint
 from minirt.step.plan import NO_TOKENS
 
 if TYPE_CHECKING:
-    from minirt.engine.logits_processors import Rules
+    from minirt.engine.execute.logits_processors import Rules
 
 _NO_TIMES = np.zeros(0)
 

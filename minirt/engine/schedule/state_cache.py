@@ -18,8 +18,8 @@ from hashlib import blake2b
 
 import numpy as np
 
-from minirt.engine.prefix_cache import Hit, PrefixCache, PrefixCacheStats
-from minirt.engine.sequence import Sequence
+from minirt.engine.schedule.prefix_cache import Hit, PrefixCache, PrefixCacheStats
+from minirt.engine.state.sequence import Sequence
 from minirt.errors import ContextLengthError
 from minirt.step.kv_cache import PageAllocator
 from minirt.step.plan import NO_COPIES, Copies, Snapshot

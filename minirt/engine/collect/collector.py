@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from minirt.engine.draft_lengths import DraftLengths
-from minirt.engine.logits_processors import unpacked
+from minirt.engine.execute.logits_processors import unpacked
+from minirt.engine.execute.runner import StepResult
 from minirt.engine.request import TokenLogprobs, TokenOutput
-from minirt.engine.runner import StepResult
-from minirt.engine.scheduler import Scheduler, Work
-from minirt.engine.sequence import Sequence
-from minirt.engine.slots import Reason
+from minirt.engine.schedule.draft_lengths import DraftLengths
+from minirt.engine.schedule.scheduler import Scheduler, Work
+from minirt.engine.state.sequence import Sequence
+from minirt.engine.state.slots import Reason
 from minirt.engine.token_constraints import ConstrainedRows, TokenConstraints
 from minirt.errors import InputError, MinirtError, NumericsError
 

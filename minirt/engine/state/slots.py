@@ -14,11 +14,10 @@ import numpy as np
 from minirt.engine.limits import EngineLimits
 
 if TYPE_CHECKING:
-    from minirt.engine.sequence import Sequence
+    from minirt.engine.state.sequence import Sequence
 
 NEVER = np.iinfo(np.int64).max
 SHORT = 4096  # tokens for which a free slot keeps memory, 48 KiB: returning it takes microseconds
-FEW = 3  # up to this number of sequences, one after the other is faster than array operations
 
 
 class Reason:
@@ -87,7 +86,7 @@ class HostSlots:
         num_registered: number of pages that are in the prefix cache; `NEVER`: none ever will be.
         num_drafted, num_accepted: drafts that were verified, and that were right.
         quiet_until: length up to which it neither ends nor needs a page, by the scheduler.
-        flags, num_top, rules_until: what its draws need (`planning.py`).
+        flags, num_top, rules_until: what its draws need (`engine/plan.py`).
         ends: [S, E] token ids that end it, −1 where it has fewer.
         watched: whether Python handles each of its tokens (`Sequence.watched`).
         unsent: slots with pages that the device does not know.
@@ -152,20 +151,14 @@ class HostSlots:
             How many tokens each has taken, up to the one that ends it, and the `Reason` why it ends, [N] each.
         """
         taken, reasons = counts.copy(), np.zeros(len(slots), np.int64)
-        others: Iterable[int] = range(len(slots))
-        if len(slots) > FEW:  # arrays, for those that no stop rule concerns
-            lengths, inside = self.lengths[slots], np.arange(tokens.shape[1]) < counts[:, None]
-            stops = (tokens < 0) | (tokens[:, :, None] == self.ends[slots][:, None]).any(2)
-            ending = (lengths + counts >= self.final_lens[slots]) | (inside & stops).any(1)
-            rows, columns = (inside & ~ending[:, None]).nonzero()
-            places = slots[rows], lengths[rows] + columns
-            self.tokens[places], self.times[places] = tokens[rows, columns], now
-            self.lengths[slots] = lengths + np.where(ending, 0, counts)
-            others = ending.nonzero()[0].tolist()
-        for i in others:
-            slot, new = slots[i], tokens[i, : counts[i]].tolist()
-            length = int(self.lengths[slot])
-            taken[i], reasons[i] = count, _ = accept(new, length, int(self.final_lens[slot]), self.ends[slot].tolist())
-            self.tokens[slot, length : length + count], self.times[slot, length : length + count] = new[:count], now
-            self.lengths[slot] = length + count
+        lengths, final, ends = self.lengths[slots], self.final_lens[slots], self.ends[slots]
+        stops = (tokens < 0) | (tokens[:, :, None] == ends[:, None]).any(2)
+        for i in ((lengths + counts >= final) | stops.any(1)).nonzero()[0].tolist():  # a stop rule may apply
+            new = tokens[i, : counts[i]].tolist()
+            taken[i], reasons[i] = accept(new, int(lengths[i]), int(final[i]), ends[i].tolist())
+        for column in range(tokens.shape[1]):
+            rows = slice(None) if column == 0 and taken.all() else (column < taken).nonzero()[0]
+            places = slots[rows], lengths[rows] + column
+            self.tokens[places], self.times[places] = tokens[rows, column], now
+        self.lengths[slots] = lengths + taken
         return taken, reasons

@@ -59,7 +59,7 @@ def sample(
         raise InputError(what, where="sample", expected=expected, found=shape)
     if impl not in ("auto", "eager", "triton"):
         raise InputError("unknown implementation", where="sample", expected="auto, eager or triton", found=impl)
-    if impl == "triton" or (impl == "auto" and is_nvidia(logits.device)):
+    if impl == "triton" or (impl == "auto" and logits.is_cuda and is_nvidia(logits.device)):
         from minirt.kernels.sampling import sample as kernels
 
         logits = logits.to(torch.float32).contiguous()

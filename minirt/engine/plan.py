@@ -6,9 +6,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from minirt.engine.scheduler import Work
-from minirt.engine.sequence import Sequence
-from minirt.engine.slots import NEVER, HostSlots
+from minirt.engine.schedule.scheduler import Work
+from minirt.engine.state.sequence import Sequence
+from minirt.engine.state.slots import NEVER, HostSlots
 from minirt.kernels.sampling.batch import COLUMNS, column_values, filters_of, fp32_temperature
 from minirt.kernels.step.table import NEXT_TOKENS, Columns
 from minirt.sampling_params import FILTERS

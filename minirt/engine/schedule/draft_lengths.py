@@ -10,11 +10,11 @@ Expected tokens for k drafts that are each right with probability a: 1 + a + …
 
 import numpy as np
 
-from minirt.engine.buckets import draft_sizes
+from minirt.engine.execute.buckets import draft_sizes
 from minirt.engine.limits import EngineLimits
 from minirt.engine.request import DraftStats
-from minirt.engine.slots import HostSlots
-from minirt.engine.step_times import GraphTimes, OnlineStepTimes
+from minirt.engine.schedule.step_times import GraphTimes, OnlineStepTimes
+from minirt.engine.state.slots import HostSlots
 from minirt.errors import EngineError
 
 _PRIOR_RIGHT, _PRIOR_TRIALS = 1.2, 2.0  # of a sequence whose drafts were never compared
@@ -94,7 +94,7 @@ class DraftLengths:
             counts, tokens: [N] and [N, 1 + drafts], what it yields.
             proposed: [N, 2 + drafts]: `report` of `kernels/step/table.py`.
         Raises:
-            EngineError: the proposer breaks its protocol (`Proposer` in `engine/runner.py`).
+            EngineError: the proposer breaks its protocol (`Proposer` in `engine/execute/runner.py`).
         """
         host, most = self._slots, self._drafts.shape[1]
         self._check(counts, proposed)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minirt.engine.buckets import Bucket, Buckets
+from minirt.engine.execute.buckets import Bucket, Buckets
 
 
 class PromptTime(NamedTuple):

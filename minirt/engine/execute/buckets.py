@@ -71,6 +71,19 @@ def draft_sizes(most: int) -> list[int]:
     return sorted({min(1 << i, most) for i in range(most.bit_length())} | ({most} if most else set()))
 
 
+def drafts_to_propose(most: int, verified: int | None, adapts: bool) -> int:
+    """Number of drafts to propose after a step that verifies `verified` of each sequence on average: one size more, so that the
+    number can grow.
+
+    Args:
+        most: the limit. `verified`: None: a step with prompts, after which nothing is known.
+        adapts: whether steps verify only as many drafts as pay.
+    """
+    if verified is None or not adapts:
+        return most
+    return next((size for size in draft_sizes(most) if size > verified), most)
+
+
 def max_prompt_tokens(flops: float) -> int:
     """Tokens of the largest step with prompts that has a CUDA graph. `flops`: of a token, in a residual layer on average."""
     return MAX_PROMPT_TOKENS_SMALL if flops <= SMALL_LAYER else MAX_PROMPT_TOKENS
@@ -126,14 +139,14 @@ class Buckets:
         sequences = plan.sequences
         tokens, logits, draws = sequences.total_tokens, sequences.total_logits, sequences.total_draws
         if tokens == len(sequences.slots) == draws == logits:
-            return _for_lengths(Bucket(self._batches[len(sequences)]), plan)
+            return _for_lengths(Bucket(self._batches[len(sequences.slots)]), plan)
         if self.limits.max_drafts and draws == logits == tokens and sequences.starts.max() < 0:
-            bucket = self.drafting(len(sequences), tokens)
+            bucket = self.drafting(len(sequences.slots), tokens)
             return None if bucket is None else _for_lengths(bucket, plan)
         many = logits > draws or (self.limits.max_drafts and sequences.num_draws.max() > 1)
         if tokens > self.max_tokens or many:  # more than one row of logits of a sequence: scored ones, or drafts
             return None
-        return _for_lengths(Bucket(1 if len(sequences) == 1 else self.max_seqs, self._tokens[tokens]), plan)
+        return _for_lengths(Bucket(1 if len(sequences.slots) == 1 else self.max_seqs, self._tokens[tokens]), plan)
 
 
 def _has_short_graph(seqs: int, tokens: int) -> bool:

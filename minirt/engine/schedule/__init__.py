@@ -1,0 +1,1 @@
+"""The first stage of a step: which sequences run, on which pages."""

@@ -1,0 +1,225 @@
+"""`warm_up` compiles every kernel and captures every CUDA graph that steps can need, and measures; `measure_step_bytes`."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minirt.device import on_device
+from minirt.engine.execute.buckets import Bucket, Buckets, batch_bucket
+from minirt.engine.execute.runner import Runner
+from minirt.engine.execute.sampler import sample
+from minirt.engine.limits import EngineLimits
+from minirt.engine.schedule.step_times import GraphTimes, PromptTime
+from minirt.engine.warmup.steps import largest_steps, warm_up_steps
+from minirt.kernels.attention.limits import KV_SPLIT
+from minirt.kernels.sampling.batch import SamplingBatch
+from minirt.kernels.step.table import FINAL_LEN, NEXT_TOKENS, NUM_NEXT, PROMPT_LEN
+from minirt.modeling.model import Model
+from minirt.progress import COMPILING, LoadProgress
+from minirt.step.batch import Batch, Chunk
+from minirt.step.kv_cache import KVCache
+from minirt.step.plan import Copies, Edit, PlannedSequences, StepPlan
+
+_MEASURED_TOKENS = 2048  # of a prompt
+_REPLAYS = 3  # of each CUDA graph of a decode step, to measure it
+
+
+class Measured(NamedTuple):
+    """What warm-up has measured; None: it was not measured.
+
+    Args:
+        prompt_time: of a prompt's tokens, on a GPU.
+        step_times: of decode steps, on a GPU with CUDA graphs and drafts.
+    """
+
+    prompt_time: PromptTime | None = None
+    step_times: GraphTimes | None = None
+
+
+@torch.inference_mode()
+def warm_up(runner: Runner, progress: LoadProgress | None = None) -> Measured:
+    """Compile every kernel that a step can need, capture every CUDA graph, and measure steps. Does nothing on a CPU.
+
+    Dry runs of each kind of step find the kernels. The cache's pages must not be in use. The stages of `progress` are
+    COMPILING ("kernels", if Triton's cache has all of them) and "CUDA graphs".
+    """
+    model, device, graphs = runner.model, runner.device, runner.graphs
+    if device.type != "cuda" or not isinstance(model, Model):
+        return Measured()
+    from minirt.kernels.compile.ahead_of_time import compile_ahead
+
+    buckets, report = [] if graphs.buckets is None else graphs.buckets.all(), progress or (lambda stage, done, total: None)
+
+    def ready(done: int, total: int, compiles: bool) -> None:
+        report(COMPILING if compiles else "kernels", done, total)
+
+    prompt_time = step_times = None
+    with on_device(device):
+        with compile_ahead(device, ready):
+            launch_all(runner, model)
+        for done, bucket in enumerate(buckets, 1):
+            graphs.capture(bucket)
+            report("CUDA graphs", done, len(buckets))
+        tiles = {model.row_maxima_tiles(bucket.num_logits) for bucket in buckets}
+        for maxima in (runner.buffers.row_maxima_of(1, count) for count in tiles):
+            if maxima is not None:
+                sample_once(runner, SamplingBatch.variants(device)[0], maxima.values)
+        torch.cuda.synchronize(device)
+        _reserve(runner, model)
+        with suppress(torch.OutOfMemoryError):
+            prompt_time = _measure_prompts(runner, model)
+        if graphs.buckets is not None and runner.limits.max_drafts:
+            step_times = _measure_graphs(runner, graphs.buckets)
+    return Measured(prompt_time, step_times)
+
+
+def launch_all(runner: Runner, model: Model) -> None:
+    """Launch every kernel that a step of this runner's model can need: dry runs of each kind of step, and the sampler."""
+    limits, buckets = runner.limits, runner.graphs.buckets
+    seqs, longest = limits.max_num_seqs, limits.max_model_len
+    steps = warm_up_steps(limits)
+    if buckets is None:
+        # Decode steps with short contexts, and with one of the longest: only that has several KV splits to combine.
+        short, long = (Chunk([0], end - 1, range(runner.cache.pages_for(end))) for end in (1, longest))
+        for size in {batch_bucket(n + 1) for n in range(seqs)}:
+            steps += [[first] + [short] * (size - 1) for first in (short, long)]
+    for chunks in steps:
+        model.dry_run(_batch(runner, chunks), runner.cache)
+    for bucket in [Bucket(1), Bucket(1, 1)] if buckets is None else buckets.all():
+        runner.graphs.dry_run(bucket)
+    for settings in SamplingBatch.variants(runner.device):
+        sample_once(runner, settings)
+    runner.stages.compile()
+    if runner.cache.num_snapshots:
+        runner.cache.copy(Copies(((0, 0),), ((0, 0),)))
+
+
+def sample_once(runner: Runner, settings: SamplingBatch, row_maxima: Tensor | None = None) -> None:
+    """Launch the kernels that draw a token with these settings."""
+    logits = torch.zeros(1, runner.vocab_size, dtype=torch.float32, device=runner.device)
+    sample(logits, settings, row_maxima=row_maxima)
+
+
+def _batch(runner: Runner, chunks: Sequence[Chunk]) -> Batch:
+    """A step's batch, for `Model.dry_run`."""
+    batch = Batch.build(chunks, runner.cache.page_size).to(runner.device)
+    return runner.with_buffers(batch, len(batch.logits_indices))
+
+
+def _reserve(runner: Runner, model: Model) -> None:
+    """Have PyTorch's allocator keep the memory of the largest step.
+
+    Otherwise it would keep blocks of each smaller size, and exceed the memory plan. If there is no memory for that step, nothing
+    is kept: a step that runs out of memory is tried again with fewer tokens.
+    """
+    from minirt.kernels.compile.ahead_of_time import without_launches
+
+    def run(chunks: Sequence[Chunk]) -> int:
+        torch.cuda.empty_cache()
+        model.dry_run(_batch(runner, chunks), runner.cache)
+        return torch.cuda.memory_reserved(runner.device)
+
+    with without_launches(runner.device), suppress(torch.OutOfMemoryError):
+        run(max(largest_steps(runner.limits), key=run))
+
+
+def _measure_prompts(runner: Runner, model: Model) -> PromptTime:
+    """Run a chunk of a prompt, at its beginning and at the end of the longest context. All its pages are page 0.
+
+    With a proposer that runs layers over all tokens, that is a part of the time.
+    """
+    longest = min(runner.limits.max_model_len, runner.cache.capacity)
+    count = min(_MEASURED_TOKENS, runner.limits.max_num_batched_tokens, longest)
+
+    def seconds(start: int) -> float:
+        batch = _batch(runner, [Chunk([0] * count, start, [0] * runner.cache.pages_for(start + count))])
+        draft = runner.graphs.drafting(Bucket(1, count), batch)
+        return _seconds([partial(model, batch, runner.cache), *([] if draft is None else [draft])])
+
+    first, start = seconds(0), longest - count
+    context_s = max(0.0, seconds(start) - first) / (count * start) if start else 0.0
+    return PromptTime(first / count, context_s)
+
+
+def _seconds(work: Sequence[Callable[[], Any]], repeats: int = 1) -> float:
+    """Seconds of work on the current GPU. The first time is not counted."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    for number in range(repeats + 1):
+        if number == 1:
+            events[0].record()
+        for launch in work:
+            launch()
+    events[1].record()
+    torch.cuda.synchronize()
+    return events[0].elapsed_time(events[1]) / 1e3 / repeats
+
+
+def _measure_graphs(runner: Runner, buckets: Buckets) -> GraphTimes:
+    """Replay the CUDA graphs of each decode step, and of the drafts after it. Attention has no context then.
+
+    All tokens differ, as a mixture reads the experts of all of them. Their pages are page 0.
+    """
+    seconds, buffers, captured = dict[Bucket, float](), runner.buffers, runner.graphs.captured
+    for bucket in [bucket for bucket in buckets.all() if not bucket.tokens and not bucket.short]:
+        buffers.send(measured_plan(runner, min(bucket.seqs, runner.limits.max_num_seqs), 1 + bucket.drafts))
+        buffers.sent()
+        if captured is not None:
+            seconds[bucket] = _seconds([partial(captured.replay, key) for key in runner.graphs.keys(bucket)], _REPLAYS)
+    buffers.table.zero_()
+    return GraphTimes(buckets, seconds)
+
+
+def measured_plan(runner: Runner, seqs: int, count: int) -> StepPlan:
+    """A step of sequences without a prompt that go on with `count` tokens each, all different. Each replay of a CUDA graph
+    applies its edits."""
+    tokens = np.random.default_rng(0).integers(runner.vocab_size, size=(seqs, count), dtype=np.int32)
+    row = np.zeros(NEXT_TOKENS, np.int32)
+    row[NUM_NEXT], row[FINAL_LEN], row[PROMPT_LEN] = count, runner.limits.max_model_len, 1
+    edits = [Edit(slot, 0, row[: PROMPT_LEN + 1]) for slot in range(seqs)]
+    edits += [Edit(slot, NEXT_TOKENS, row) for slot, row in enumerate(tokens)]
+    return StepPlan(PlannedSequences.of((slot, -1, count, count, count, count) for slot in range(seqs)), edits=tuple(edits))
+
+
+def measure_step_bytes(model: Model, limits: EngineLimits, *, cuda_graphs: bool) -> int | None:
+    """Bytes that steps need: static buffers, the pool of the CUDA graphs, and the activations of the largest step. None: there is
+    not enough free memory.
+
+    The steps run without launching a kernel, and PyTorch's allocator counts. (vLLM profiles a real forward pass for the same
+    purpose.) Layers without Triton do run, on one KV page. Layers of a kind run once.
+
+    Args:
+        model: with weights, on a GPU.
+    """
+    from minirt.kernels.compile.ahead_of_time import without_launches
+
+    device = model.device
+
+    def peak(run: Callable[[], None]) -> int:
+        start = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        run()
+        return torch.cuda.max_memory_allocated(device) - start
+
+    def dry_run(runner: Runner, chunks: Sequence[Chunk]) -> None:
+        model.dry_run(_batch(runner, chunks), runner.cache)
+
+    with torch.inference_mode(), on_device(device), without_launches(device):
+        try:
+            before = torch.cuda.memory_allocated(device)
+            cache = KVCache(model.cache_specs, 1, device, model.kv_dtype, num_slots=limits.max_num_seqs)
+            states = torch.cuda.memory_allocated(device) - before
+            runner = Runner(model, cache, device, limits, vocab_size=model.config.vocab_size, cuda_graphs=cuda_graphs)
+            steps = largest_steps(limits)
+            ends = [[chunk.start + len(chunk.tokens) for chunk in chunks] for chunks in steps]
+            model.reserve_splits(max(sum(-(-end // KV_SPLIT) for end in step) for step in ends))
+            buckets = runner.graphs.buckets
+            graph = 0 if buckets is None else peak(partial(runner.graphs.dry_run, buckets.all()[0]))  # its memory stays
+            needed = graph + max(peak(partial(dry_run, runner, chunks)) for chunks in steps)
+            return torch.cuda.memory_allocated(device) - before - states + needed
+        except torch.OutOfMemoryError:
+            return None
