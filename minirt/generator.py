@@ -19,7 +19,7 @@ from minirt.call_driver import CallDriver
 from minirt.engine.engine import Engine
 from minirt.engine.engine_thread import EngineThread
 from minirt.engine.gc_freeze import freeze_gc
-from minirt.engine.limits import EngineLimits
+from minirt.engine.limits import EngineLimits, EngineOptions
 from minirt.engine.request import DraftStats, Request, TokenOutput
 from minirt.engine.schedule.prefix_cache import PrefixCacheStats
 from minirt.errors import ConfigError, EngineError, InputError, UnsupportedError, printable
@@ -99,13 +99,14 @@ class Generator:
             settings.max_model_len or model.max_model_len, self.max_num_seqs, self.max_num_batched_tokens, self.max_waiting,
             settings.max_step_ms, model_len=longest_length(model.config),
         )
-        engine = Engine(
-            model, self._cache, limits, vocab_size=model.config.vocab_size, device=model.device,
-            prefix_cache=settings.prefix_cache,
-            cuda_graphs=cuda_graphs and model.capturable, proposer=proposer_of(self.speculative, model, self._cache),
-            adaptive_drafts=getattr(self.speculative, "adaptive", True),
-            constraints=None if tokenizer is None else Constraints(tokenizer, model.config.vocab_size, self.eos_token_ids),
+        running = EngineOptions(
+            settings.prefix_cache, cuda_graphs and model.capturable, adaptive_drafts=getattr(self.speculative, "adaptive", True)
         )
+        engine = Engine(
+            model, self._cache, limits, running, vocab_size=model.config.vocab_size, device=model.device,
+            proposer=proposer_of(self.speculative, model, self._cache),
+            constraints=None if tokenizer is None else Constraints(tokenizer, model.config.vocab_size, self.eos_token_ids),
+        )  # fmt: skip
         self._engine = EngineThread(engine)
         self._processor = Processor(
             self._engine, name, tokenizer, generation_config, self.eos_token_ids, model.config.vocab_size,

@@ -20,7 +20,7 @@ from minirt.engine.collect.collector import Collector, Deliver
 from minirt.engine.compiling_requests import CompilingRequests
 from minirt.engine.execute.runner import ModelLike, Runner, Step
 from minirt.engine.execute.sampling_stages import StepOutOfMemory
-from minirt.engine.limits import EngineLimits
+from minirt.engine.limits import EngineLimits, EngineOptions
 from minirt.engine.plan import plan_step
 from minirt.engine.proposer import Proposer
 from minirt.engine.request import DraftStats, EngineStats, Request, TokenOutput
@@ -68,37 +68,32 @@ class Engine:
     Args:
         model: `model(batch, cache)` → logits [R, V]: a `Model`, or any callable with this signature.
         vocab_size: the number of token ids; prompts with other ids are refused.
-        prefix_cache: whether requests share KV pages that hold the same beginning.
-        cuda_graphs: run small steps as CUDA graphs. Needs a `Model` on a GPU whose layers can all be captured.
-        lookahead: number of steps started before the tokens of an earlier step are read, 0 or 1. None: 0 if steps wait for the
-            device (`Runner.waits`), else 1.
         constraints: compiles `structured_outputs` of requests. None: such requests are refused.
         proposer: proposes drafts; replaces the limits of drafts in `limits`. None: there are no drafts.
-        adaptive_drafts: whether steps verify only as many drafts as are expected to pay (`DraftLengths`), not all.
     """
 
     def __init__(
-        self, model: ModelLike, cache: KVCache, limits: EngineLimits, *, vocab_size: int, device: torch.device | str = "cpu",
-        prefix_cache: bool = True, cuda_graphs: bool = False, lookahead: int | None = None,
-        constraints: TokenConstraints | None = None, proposer: Proposer | None = None, adaptive_drafts: bool = True,
+        self, model: ModelLike, cache: KVCache, limits: EngineLimits, options: EngineOptions | None = None, *,
+        vocab_size: int, device: torch.device | str = "cpu", constraints: TokenConstraints | None = None,
+        proposer: Proposer | None = None,
     ) -> None:  # fmt: skip
         self._cache, self._vocab_size = cache, vocab_size
-        device = torch.device(device)
+        options, device = options or EngineOptions(), torch.device(device)
         if proposer is not None:
             if cache.undoable < 1 + proposer.max_drafts:
                 what = "drafts need states that can be taken back"
                 expected, undoable = f"{1 + proposer.max_drafts} tokens of a step", f"{cache.undoable} in recurrent layers"
                 raise UnsupportedError(what, where="speculative", expected=expected, found=undoable)
             limits = replace(limits, max_drafts=proposer.max_drafts, keeps_history=proposer.needs_history)
-        self._scheduler = Scheduler(cache, limits, prefix_cache)
+        self._scheduler = Scheduler(cache, limits, options.prefix_cache)
         self.checks = RequestChecks(vocab_size, self._scheduler, constraints)
         self._runner = Runner(
-            model, cache, device, replace(limits, max_model_len=self.max_len), vocab_size=vocab_size, cuda_graphs=cuda_graphs,
-            proposer=proposer, adaptive_drafts=adaptive_drafts,
+            model, cache, device, replace(limits, max_model_len=self.max_len), vocab_size=vocab_size,
+            cuda_graphs=options.cuda_graphs, proposer=proposer, adaptive_drafts=options.adaptive_drafts,
         )  # fmt: skip
-        self._lookahead = int(not self._runner.waits) if lookahead is None else lookahead
-        learns = adaptive_drafts and limits.max_drafts and device.type != "cuda"  # a GPU's are measured at warm-up
-        self._step_times, self._adaptive_drafts = OnlineStepTimes() if learns else None, adaptive_drafts
+        self._lookahead = int(not self._runner.waits) if options.lookahead is None else options.lookahead
+        learns = options.adaptive_drafts and limits.max_drafts and device.type != "cuda"  # a GPU's are measured at warm-up
+        self._step_times, self._adaptive_drafts = OnlineStepTimes() if learns else None, options.adaptive_drafts
         self._drafts = DraftLengths(limits, self._scheduler.slots, self._step_times, vocab_size) if limits.max_drafts else None
         self._scheduler.draft_lengths = self._drafts
         self._in_flight: deque[tuple[Step, Work]] = deque()

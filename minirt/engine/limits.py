@@ -1,4 +1,4 @@
-"""`EngineLimits`: how large an engine's steps, sequences and queue may be. One value, which every part of the engine gets."""
+"""`EngineLimits`: how large an engine's steps, sequences and queue may be, for every part of the engine; `EngineOptions`."""
 
 from dataclasses import dataclass
 
@@ -40,6 +40,24 @@ class EngineLimits:
     def max_logits_rows(self) -> int:
         """Rows of logits of the largest step."""
         return max(self.max_num_seqs, MAX_LOGITS_ROWS)
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How an engine runs its steps.
+
+    Args:
+        prefix_cache: whether requests share KV pages that hold the same beginning.
+        cuda_graphs: run small steps as CUDA graphs. Needs a `Model` on a GPU whose layers can all be captured.
+        lookahead: number of steps started before the tokens of an earlier step are read, 0 or 1. None: 0 if steps wait for the
+            device (`Runner.waits`), else 1.
+        adaptive_drafts: whether steps verify only as many drafts as are expected to pay (`DraftLengths`), not all.
+    """
+
+    prefix_cache: bool = True
+    cuda_graphs: bool = False
+    lookahead: int | None = None
+    adaptive_drafts: bool = True
 
 
 def max_splits(count: int, max_seq_len: int, capacity: int) -> int:

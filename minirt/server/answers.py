@@ -8,7 +8,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from minirt.engine.request import TokenLogprobs
 from minirt.outputs import Completion
@@ -103,6 +103,14 @@ async def _collect(front: Front, exchange: Exchange, call: Call) -> list[Complet
     return [choice.stream.completion for choice in generation.choices]
 
 
+class EventForm(NamedTuple):
+    """The `object` of an event; what is before and after the text, or a delta, of a choice, up to its `logprobs`."""
+
+    object: str
+    before: bytes
+    after: bytes
+
+
 class ChoicesAnswer(Answer):
     """An answer with choices. An event is three joined parts: a constant head, the new text as JSON, and a constant tail.
 
@@ -111,8 +119,7 @@ class ChoicesAnswer(Answer):
 
     Args:
         fields: the first fields of the answer.
-        chunk: the `object` of an event, unless it is that of the answer.
-        before, after: what is before and after the text, or a delta, of a choice, up to its `logprobs`.
+        form: of its events.
         tokenizer: None if the model has none. Its events have no text, but there are as many.
         wants_logprobs: whether events have the log-probabilities of their tokens.
         parses: whether `deltas` are sent instead of the text.
@@ -121,10 +128,11 @@ class ChoicesAnswer(Answer):
     only_echo = False
 
     def __init__(
-        self, front: Front, call: Call, request: Sampling, fields: dict[str, Any], chunk: str, before: bytes, after: bytes,
-        tokenizer: Tokenizer | None, *, wants_logprobs: bool, parses: bool = False,
+        self, front: Front, call: Call, request: Sampling, fields: dict[str, Any], form: EventForm, tokenizer: Tokenizer | None,
+        *, wants_logprobs: bool, parses: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(call, request.stream)
+        chunk, before, after = form
         self.fields = fields | {"created": int(time.time()), "model": front.options.names[0]}
         self.tokenizer, self.wants_logprobs, self.parses = tokenizer, wants_logprobs, parses
         self.start = b"data: " + encode_json(self.fields | {"object": chunk})[:-1] + b',"choices":['

@@ -14,7 +14,7 @@ import torch
 from engine.test_engine import IDS, PAGE, VOCAB, finish, following
 
 from minirt.engine.engine import Engine, Request
-from minirt.engine.limits import EngineLimits
+from minirt.engine.limits import EngineLimits, EngineOptions
 from minirt.engine.schedule.draft_lengths import DraftLengths
 from minirt.engine.schedule.step_times import OnlineStepTimes
 from minirt.engine.state.slots import HostSlots
@@ -75,9 +75,8 @@ class Mixed:
 def engine(proposer=None, pages=64, seqs=6, budget=40, lookahead=1, **options):
     cache = KVCache([PagesSpec(1, 1)], pages, page_size=PAGE)
     cache.layers[0].k.fill_(float("nan"))
-    options = {"adaptive_drafts": False, **options}
-    limits = EngineLimits(64, seqs, budget)
-    return Engine(Noisy(), cache, limits, vocab_size=VOCAB, lookahead=lookahead, proposer=proposer, **options)
+    options = EngineOptions(lookahead=lookahead, **{"adaptive_drafts": False, **options})
+    return Engine(Noisy(), cache, EngineLimits(64, seqs, budget), options, vocab_size=VOCAB, proposer=proposer)
 
 
 def run(it, requests, bad_words=()):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minirt.engine.engine import Engine, Request
-from minirt.engine.limits import EngineLimits
+from minirt.engine.limits import EngineLimits, EngineOptions
 from minirt.errors import QueueFullError
 from minirt.kernels.step.table import MATCHED, NEXT_TOKENS, NUM_CACHED, NUM_NEXT, PROMPT_LEN
 from minirt.sampling_params import SamplingParams, resolve
@@ -69,8 +69,8 @@ def engine(
     cache = KVCache([PagesSpec(1, 1)], pages, page_size=PAGE)
     cache.layers[0].k.fill_(float("nan"))
     limits = EngineLimits(length, seqs, budget, max_waiting, 0 if proposer is None else proposer.max_drafts)
-    options = {"lookahead": lookahead, "prefix_cache": prefix_cache, "proposer": proposer, "adaptive_drafts": adaptive}
-    return Engine(Mock(), cache, limits, vocab_size=VOCAB, **options), cache
+    options = EngineOptions(prefix_cache, lookahead=lookahead, adaptive_drafts=adaptive)
+    return Engine(Mock(), cache, limits, options, vocab_size=VOCAB, proposer=proposer), cache
 
 
 IDS = itertools.count()

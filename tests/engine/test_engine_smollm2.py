@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from minirt import Generator, SamplingParams
 from minirt.engine.engine import Engine
-from minirt.engine.limits import EngineLimits
+from minirt.engine.limits import EngineLimits, EngineOptions
 from minirt.step.kv_cache import KVCache
 
 CPU = torch.device("cpu")
@@ -32,7 +32,8 @@ def make_engine(model, *, pages, seqs, budget, device, page_size=64):
     for layer in cache.layers:
         layer.k.fill_(float("nan")), layer.v.fill_(float("nan"))
     limits = EngineLimits(256, seqs, budget)
-    return Engine(model, cache, limits, vocab_size=VOCAB, device=device, cuda_graphs=model.capturable), cache
+    options = EngineOptions(cuda_graphs=model.capturable)
+    return Engine(model, cache, limits, options, vocab_size=VOCAB, device=device), cache
 
 
 def outputs(engine, cache, requests, aborts):

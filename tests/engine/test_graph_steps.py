@@ -13,7 +13,7 @@ from minirt.engine.engine import Engine, Request
 from minirt.engine.execute import step_buffers, step_graphs
 from minirt.engine.execute.buckets import Bucket
 from minirt.engine.execute.sampling_stages import SamplingStages
-from minirt.engine.limits import EngineLimits
+from minirt.engine.limits import EngineLimits, EngineOptions
 from minirt.kernels.speculative import draft_model as kernels
 from minirt.kernels.step.table import NEXT_TOKENS, NUM_CACHED, NUM_NEXT, PROMPT_LEN
 from minirt.loading.checkpoint import randomize
@@ -56,8 +56,8 @@ def run(model, graphs, proposer=None, requests=4):
     model.keep_undo(4 if proposer else 0)
     cache = KVCache(model.cache_specs, 8, torch.device("cpu"), model.kv_dtype, page_size=16, num_slots=2)
     it = Engine(
-        model, cache, EngineLimits(64, 2, 16), vocab_size=211, lookahead=1, cuda_graphs=graphs, adaptive_drafts=False,
-        proposer=None if proposer is None else proposer(model, cache),
+        model, cache, EngineLimits(64, 2, 16), EngineOptions(cuda_graphs=graphs, lookahead=1, adaptive_drafts=False),
+        vocab_size=211, proposer=None if proposer is None else proposer(model, cache),
     )  # fmt: skip
     for number, (prompt, params) in enumerate(zip(PROMPTS[:requests], PARAMS, strict=False)):
         it.add(Request(number, prompt, resolve(params, None)))

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from minirt import SamplingParams
 from minirt.engine.engine import Engine, Request
 from minirt.engine.execute.logits_processors import LogitsProcessors
-from minirt.engine.limits import EngineLimits
+from minirt.engine.limits import EngineLimits, EngineOptions
 from minirt.errors import ContextLengthError, EngineError, UnsupportedError
 from minirt.kernels.step.table import MATCHED, NEXT_TOKENS, NUM_CACHED, NUM_NEXT
 from minirt.sampling_params import resolve
@@ -121,8 +121,9 @@ def engine(pages=64, seqs=6, budget=40, length=64, lookahead=1, snapshots=8, dra
     for tensor in state.tensors():
         tensor.random_(0, 50, generator=torch.Generator().manual_seed(3))
     it = Engine(
-        model, cache, EngineLimits(length, seqs, budget), vocab_size=VOCAB, lookahead=lookahead, prefix_cache=prefix_cache,
-        proposer=Known(drafts, right) if drafts else None, adaptive_drafts=False,
+        model, cache, EngineLimits(length, seqs, budget),
+        EngineOptions(lookahead=lookahead, prefix_cache=prefix_cache, adaptive_drafts=False), vocab_size=VOCAB,
+        proposer=Known(drafts, right) if drafts else None,
     )  # fmt: skip
     return it, cache
 

@@ -13,7 +13,7 @@ import torch
 from engine.test_engine import IDS, PAGE, VOCAB, Drafts, add, drafting, engine, finish, following, undisturbed
 
 from minirt.engine.engine import Engine, Request
-from minirt.engine.limits import EngineLimits, max_splits
+from minirt.engine.limits import EngineLimits, EngineOptions, max_splits
 from minirt.errors import UnsupportedError
 from minirt.kernels.step.table import MATCHED, NEXT_TOKENS, NUM_CACHED, NUM_NEXT, PROMPT_LEN
 from minirt.sampling_params import SamplingParams, resolve
@@ -39,7 +39,7 @@ def test_sequences_that_share_pages_stay_within_the_bound_of_kv_splits():
         most.append((batch.num_seqs, int(batch.split_starts_device[-1])))
         return nine(batch, cache)
 
-    it = Engine(model, cache, EngineLimits(4096, 16, 4096), vocab_size=VOCAB, lookahead=1)
+    it = Engine(model, cache, EngineLimits(4096, 16, 4096), EngineOptions(lookahead=1), vocab_size=VOCAB)
     add(it, [3] * 2000, greedy(4))
     finish(it)
     ids = [add(it, [3] * 1990 + [i], greedy(4)) for i in range(16)]
@@ -153,8 +153,8 @@ def test_a_grammar_sees_every_token(proposed, lookahead):
         return torch.tensor([1.0, 2.0] + [0.0] * (VOCAB - 2)).repeat(len(batch.logits_indices), 1)
 
     it = Engine(
-        model, cache, it.limits, vocab_size=VOCAB, lookahead=lookahead, proposer=Known(proposed), constraints=Alternate(),
-        adaptive_drafts=False,
+        model, cache, it.limits, EngineOptions(lookahead=lookahead, adaptive_drafts=False), vocab_size=VOCAB,
+        proposer=Known(proposed), constraints=Alternate(),
     )  # fmt: skip
     spec = StructuredOutputsParams(regex="a*")
     sampling = resolve(SamplingParams(max_tokens=9, temperature=0.0, structured_outputs=spec), None)

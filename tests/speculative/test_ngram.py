@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minirt.engine.engine import Engine
-from minirt.engine.limits import EngineLimits
+from minirt.engine.limits import EngineLimits, EngineOptions
 from minirt.engine.request import Request
 from minirt.errors import InputError
 from minirt.kernels.step import table as words
@@ -55,7 +55,7 @@ def test_an_engine_takes_it():
     steps = []
     for proposer in (None, NgramProposer()):
         model, cache = Cycle(), KVCache([PagesSpec(1, 1)], 40, page_size=4)
-        it = Engine(model, cache, EngineLimits(64, 4, 16), vocab_size=9, proposer=proposer, adaptive_drafts=False)
+        it = Engine(model, cache, EngineLimits(64, 4, 16), EngineOptions(adaptive_drafts=False), vocab_size=9, proposer=proposer)
         tokens = {}
         for i, prompt in enumerate(([0], [1, 2, 3, 4] * 5, [7, 8, 3])):
             it.add(Request(i, prompt, resolve(SamplingParams(max_tokens=31, temperature=0.0), None)))
