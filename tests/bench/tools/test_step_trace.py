@@ -1,4 +1,4 @@
-"""A decode step enters few files, and docs/design/step.md shows which. Catches a detour that a change adds, and a page of before."""
+"""A decode step enters few files, and docs/design/step.md shows which. Catches a detour that a change adds, and an old page."""
 
 import pytest
 
