@@ -77,7 +77,7 @@ class Generator:
             raise InputError("a Generator wraps a loaded model", where="model", expected="a minirt Model", found=shown, hint=hint)
         settings = LoadOptions(**options)
         self.speculative, cuda_graphs = settings.speculative, settings.cuda_graphs
-        if num_drafts := settings.drafts[0]:
+        if num_drafts := settings.draft_needs.max_drafts:
             model.keep_undo(1 + num_drafts)
         self.name, self.tokenizer, self.generation_config = name, tokenizer, generation_config
         self.eos_token_ids = _end_ids(eos_token_ids, model.config.vocab_size)

@@ -126,7 +126,7 @@ def build(
         layers = in_order(config, options.layers(config) if options.layers else models.build(config))
         fuse_experts(layers, entries)
         model = Model(config, layers, choose_formats(options, layers, source, entries, device))
-    if drafts := options.drafts[0]:  # states are larger, which plans count
+    if drafts := options.draft_needs.max_drafts:  # states are larger, which plans count
         model.keep_undo(1 + drafts)
     return model
 

@@ -137,7 +137,9 @@ class _Search:
     def format(self, module: str, scheme: Scheme | Int4Scheme) -> LinearFormat:
         """The format of a quantized linear."""
         if isinstance(scheme, Int4Scheme):
-            return formats.StoredInt4(scheme, scheme.layout == "gptq" and (scheme.ordered or f"{module}.g_idx" in self.entries))
+            indices = scheme.layout.indices_name
+            has_indices = indices is not None and (scheme.ordered or f"{module}.{indices}" in self.entries)
+            return formats.StoredInt4(scheme, has_indices)
         name = scheme.scale_name
         return formats.StoredFp8Blocks(name) if scheme.scales == "block" else formats.StoredFp8(scheme.scales == "tensor", name)
 
@@ -173,7 +175,7 @@ class _Search:
             what, expected = "the weight is FP8, but config.json states no quantization", "a quantization_config"
             hint = "its numbers have a meaning only with their scales"
             raise CheckpointError(what, where=weight.place, expected=expected, hint=hint)
-        layout = said.tensors if isinstance(said, Int4Scheme) else said
+        layout = said.layout if isinstance(said, Int4Scheme) else said
         if not scales:
             what, name = "the quantized weight has no scale", layout.scale_name if layout else _SCALES[0]
             hint = "the checkpoint is incomplete"
@@ -187,7 +189,7 @@ class _Search:
             if stored != [name]:
                 what, expected = f"the {what} is not that of the stated format", f"{name} ({said})"
                 raise CheckpointError(what, where=weight.place, expected=expected, found=", ".join(stored))
-        packed = said.tensors if isinstance(said, Int4Scheme) and said.symmetric else None
+        packed = said.layout if isinstance(said, Int4Scheme) and said.symmetric else None
         if packed and not packed.symmetric_zeros and (zeros := self.entries.get(f"{module}.{packed.zero_name}")):
             raise CheckpointError("zero points of symmetric weights", where=zeros.place, expected="none", found="a tensor")
         return said

@@ -26,7 +26,6 @@ FLOATS = ("F32", "F16", "BF16")  # names of dtypes in safetensors files
 E4M3 = "F8_E4M3"
 INT32 = "I32"
 INT64 = "I64"
-_INDICES = "g_idx"  # the last component of the name of a tensor with the group of each column
 
 
 class TensorSpec(NamedTuple):
@@ -293,12 +292,12 @@ class StoredInt4(_Int4):
 
     Attributes:
         scheme: what the checkpoint's tensors are.
-        indices: whether there is a `g_idx`. Only the order of columns without `desc_act` is supported: the group of column k is
-            k // g.
+        has_indices: whether the checkpoint has the tensor `scheme.layout.indices_name`. Only the order of columns without
+            `desc_act` is supported: the group of column k is k // g.
     """
 
     scheme: Int4Scheme
-    indices: bool = False
+    has_indices: bool = False
 
     @property
     def group(self) -> int:  # type: ignore[override]
@@ -307,7 +306,7 @@ class StoredInt4(_Int4):
 
     def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
         """AutoRound writes negative scales of symmetric weights: the largest value of a group then has the code -8."""
-        layout, symmetric = self.scheme.tensors, self.scheme.symmetric
+        layout, symmetric = self.scheme.layout, self.scheme.symmetric
         groups = 1 if self.scheme.group is None else -(-K // self.scheme.group)
         words = (-(-rows // 8), K) if layout.by_rows else (rows, -(-K // 8))
 
@@ -323,22 +322,22 @@ class StoredInt4(_Int4):
             yield TensorSpec(f"{module}.{layout.shape_name}", (2,), (INT64, INT32), values=(rows, K))
         if layout.symmetric_zeros or not symmetric:
             yield TensorSpec(f"{module}.{layout.zero_name}", stored((-(-rows // 8), groups)), (INT32,))
-        if self.indices:
-            yield TensorSpec(f"{module}.{_INDICES}", (K,), (INT32, INT64))
+        if self.has_indices:
+            yield TensorSpec(f"{module}.{layout.indices_name}", (K,), (INT32, INT64))
 
     def dimension_of_rows(self, what: str) -> int | None:
-        layout = self.scheme.tensors
-        return None if what in (layout.shape_name, _INDICES) else int(layout.transposed)
+        layout = self.scheme.layout
+        return None if what in (layout.shape_name, layout.indices_name) else int(layout.transposed)
 
     def load(self, what: str, source: Tensor, kept: Kept, place: slice, first: int = 0) -> None:
-        layout, rows = self.scheme.tensors, place.stop - place.start
+        layout, rows = self.scheme.layout, place.stop - place.start
         if what == layout.value_name:
             self._place_codes(source, kept.weight, place)
         elif what == layout.scale_name:
             self._place_scale(source.T if layout.transposed else source.reshape(rows, -1), kept.scale[:, place])
         elif what == layout.zero_name:
             self._place_zero(self._values(source, by_rows=True)[:rows] + self.scheme.zero_offset, kept.scale[:, place])
-        elif what == _INDICES:
+        elif what == layout.indices_name:
             K = source.shape[0]
             if not torch.equal(source.long(), torch.arange(K, device=source.device) // (self.scheme.group or K)):
                 what, expected = "columns in the order of their activations are not supported", "g_idx[k] = k // group_size"
@@ -346,7 +345,7 @@ class StoredInt4(_Int4):
 
     def _values(self, words: Tensor, by_rows: bool) -> Tensor:
         """Stored words as their values [rows, columns], uint8."""
-        layout = self.scheme.tensors
+        layout = self.scheme.layout
         values = _nibbles(words)
         if layout.transposed:
             values = values.transpose(0, 1)
@@ -357,7 +356,7 @@ class StoredInt4(_Int4):
     def _place_codes(self, source: Tensor, weight: Tensor, place: slice) -> None:
         """Repack the words of the rows `place`, in pieces of about `chunk` weights along the first dimension of `source`. Those
         are contiguous, so the device never holds all of a tensor that is stored transposed."""
-        layout, rows = self.scheme.tensors, place.stop - place.start
+        layout, rows = self.scheme.layout, place.stop - place.start
         columns = 1 if layout.by_rows else 8  # of a word
         if layout.transposed:
             step = max(1, self.chunk // rows // INT4_CHUNK) * INT4_CHUNK // columns

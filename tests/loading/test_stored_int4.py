@@ -99,7 +99,7 @@ class Largest(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("form", [*(StoredInt4(Int4Scheme(layout)) for layout in INT4_LAYOUTS), QuantizedToInt4()])
+@pytest.mark.parametrize("form", [*(StoredInt4(Int4Scheme(layout)) for layout in INT4_LAYOUTS.values()), QuantizedToInt4()])
 def test_pieces_bound_the_temporary_memory(form, monkeypatch):
     """No temporary tensor of a load is larger than four bytes for each weight of a piece: a tensor is not unpacked as a whole."""
     monkeypatch.setattr(type(form), "chunk", 1 << 14)
