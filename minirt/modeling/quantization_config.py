@@ -95,7 +95,8 @@ class Int4Scheme:
         group: columns of a group; None: one group is a whole row.
         symmetric: whether all zero points are 8.
         zero_offset: what is added to a stored zero point: 1 in GPTQ's files of version 1.
-        ordered: whether the columns may be in another order (`desc_act`). Then the tensor `layout.indices_name` must exist, and it decides.
+        ordered: whether the columns may be in another order (`desc_act`). Then there must be a tensor of `indices_name`, and it
+            decides.
     """
 
     layout: Int4Layout
@@ -398,7 +399,8 @@ def _read_awq(fields: Fields) -> QuantizationConfig:
         what = "AWQ without zero points is not supported: producers differ in what it means"
         raise fields.unsupported("zero_point", what, "true", hint=LOAD_UNQUANTIZED)
     parts = fields.strings_or_none(name := "modules_to_not_convert") or ()
-    return _of_all("awq", fields, Int4Scheme(INT4_LAYOUTS["awq"], group, False), _listed(fields, name, (f"*{part}*" for part in parts)))
+    scheme = Int4Scheme(INT4_LAYOUTS["awq"], group, False)
+    return _of_all("awq", fields, scheme, _listed(fields, name, (f"*{part}*" for part in parts)))
 
 
 # Layout, and what is added to a stored zero point, of each packing_format of AutoRound.

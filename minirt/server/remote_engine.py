@@ -66,7 +66,7 @@ class RemoteEngine(asyncio.Protocol):
         engine._send(start)
         return engine
 
-    # ── a `Backend` for the `Processor` ──
+    # ── an `EngineLike` for the `Processor` ──
 
     @property
     def max_len(self) -> int:

@@ -184,7 +184,8 @@ def test_auto_round():
     quantization = read(auto_round(extra_config=extra, block_name_to_quantize="model.layers"))
     assert quantization.scheme(MODULE) == Int4Scheme(INT4_LAYOUTS["gptq"], 128, True, 1)
     assert quantization.scheme("model.layers.1.mlp.up_proj") is quantization.scheme("model.layers.3.self_attn.k_proj") is None
-    assert read(auto_round(packing_format="auto_round", sym=False)).scheme(MODULE) == Int4Scheme(INT4_LAYOUTS["gptq"], 128, False, 0)
+    scheme = read(auto_round(packing_format="auto_round", sym=False)).scheme(MODULE)
+    assert scheme == Int4Scheme(INT4_LAYOUTS["gptq"], 128, False, 0)
     scheme = read(auto_round(packing_format="auto_round:auto_awq", sym=False)).scheme(MODULE)
     assert scheme == Int4Scheme(INT4_LAYOUTS["awq"], 128, False, 0)
 
