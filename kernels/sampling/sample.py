@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.errors import InputError
+from minirt.kernels.argmax import LOWEST, MAX_INT, greedy_token, logit_of, pack, sortable, token_of
 from minirt.kernels.arrival import arrive_last
 from minirt.kernels.attention.online_softmax import log2
 from minirt.kernels.checks import check_tensor
@@ -31,9 +32,7 @@ from minirt.kernels.sampling.batch import DTYPES, SamplingBatch
 from minirt.kernels.sampling.filters import (
     BLOCK_V,
     LIGHTEST,
-    LOWEST,
     MASS_SCALE,
-    MAX_INT,
     MOST_ROWS,
     NUM_FACTS,
     NUM_SUMS,
@@ -43,16 +42,11 @@ from minirt.kernels.sampling.filters import (
     WINNER_WEIGHT,
     SamplingWorkspace,
     after_top_k,
-    greedy_token,
     has_top_k,
     has_top_p,
-    logit_of,
-    pack,
     row_block,
     select,
-    sortable,
     target_mass,
-    token_of,
     weights_of,
 )
 

@@ -129,7 +129,7 @@ class _Server:
             self._thread.submit(requests, self)
         except Exception as error:
             refusal = named(error, "the request cannot be checked")
-            self._connection.send(wire.Step([TokenOutput(request.id, (), "error", refusal) for request in requests]))
+            self._connection.send(wire.Step([TokenOutput(request.id, (), "error", error=refusal) for request in requests]))
 
     def put(self, outputs: list[TokenOutput]) -> None:
         """Send outputs to the front. Ends the process after the front has ended or the GPU has failed."""

@@ -57,7 +57,7 @@ def test_a_refused_call_ends_with_an_error(error):
 def test_messages_of_several_threads_are_whole():
     """Each is longer than what the socket takes at once, so that a thread waits within its message."""
     front, engine = socket.socketpair()
-    messages = [Answer(EngineStats(0, 0, 0.0, 0, 0, 0), [i] * 500_000) for i in range(8)]
+    messages = [Answer(EngineStats(), [i] * 500_000) for i in range(8)]
     with ThreadPoolExecutor(len(messages)) as pool, front:
         front.settimeout(20)
         connection, frames, bodies = _Connection(engine.detach()), Frames(), []

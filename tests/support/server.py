@@ -147,7 +147,7 @@ class FakeEngine:
                     case Abort(request_ids=ids):
                         self.aborted += ids
                     case Ask(request_ids=ids) if ids and self.made is not None:
-                        self._writer.write(frame(Answer(EngineStats(0, 0, 0.0, 0, 0, 0), [self.made] * len(ids))))
+                        self._writer.write(frame(Answer(EngineStats(), [self.made] * len(ids))))
             self._changed.set()
 
     async def until(self, condition) -> None:
