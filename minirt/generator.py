@@ -4,8 +4,7 @@ import gc
 import html
 import time
 import weakref
-from collections import Counter
-from collections.abc import Generator as Generation
+from collections import Counter, abc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -24,10 +23,10 @@ from minirt.engine.prefix_cache import PrefixCacheStats
 from minirt.engine.request import DraftStats, Request, TokenOutput
 from minirt.errors import ConfigError, EngineError, InputError, UnsupportedError, printable
 from minirt.foreign_names import check_names, checks_names
+from minirt.loading.effective_options import longest_length
 from minirt.loading.load import load
 from minirt.loading.memory import measured_plan, out_of_memory_while
 from minirt.loading.options import EMBEDDED, OF_GENERATE, LoadOptions
-from minirt.loading.resolve import longest_length
 from minirt.modeling.model import Model
 from minirt.outputs import Completion, CompletionStream, Piece, Score
 from minirt.processor import AnyPrompt, Call, Messages, Params, Priority, Processor, Prompt, Prompts, is_single
@@ -213,7 +212,7 @@ class Generator:
 
     def stream_completion(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
-    ) -> Generation[tuple[Piece, Completion], None, None]:
+    ) -> abc.Generator[tuple[Piece, Completion], None, None]:
         """Like `stream`, but each piece comes with the completion that it belongs to, so far."""
         return _with_completions(self._run(self._prepare(prompt, params, priority, single=True)))
 
@@ -386,7 +385,7 @@ class Generator:
                 if advance is not None and piece.finish_reason is not None:
                     advance(n_finished=1, n_tokens=len(getattr(stream.completion, counted)))
 
-    def _run(self, call: Call, final_only: bool = False) -> Generation[tuple[CompletionStream, Piece], None, None]:
+    def _run(self, call: Call, final_only: bool = False) -> abc.Generator[tuple[CompletionStream, Piece], None, None]:
         """Run requests until all have ended. Yields each piece with its stream. Closing the generator aborts them.
 
         `final_only`: see `CallDriver`.
@@ -410,8 +409,8 @@ def _pushed(driver: CallDriver, outputs: list[TokenOutput]) -> Iterator[tuple[Co
 
 
 def _with_completions(
-    running: Generation[tuple[CompletionStream, Piece], None, None],
-) -> Generation[tuple[Piece, Completion], None, None]:
+    running: abc.Generator[tuple[CompletionStream, Piece], None, None],
+) -> abc.Generator[tuple[Piece, Completion], None, None]:
     """What `stream_completion` yields. Raises the error of a request that failed."""
     with closing(running):  # now, not at garbage collection
         for stream, piece in running:
@@ -420,7 +419,7 @@ def _with_completions(
             yield piece, stream.completion
 
 
-def _pieces(running: Generation[tuple[Piece, Completion], None, None]) -> Iterator[Piece]:
+def _pieces(running: abc.Generator[tuple[Piece, Completion], None, None]) -> Iterator[Piece]:
     with closing(running):
         for piece, _ in running:
             yield piece
@@ -441,7 +440,7 @@ class Completions:
     others continue.
     """
 
-    def __init__(self, call: Call, pieces: Generation[tuple[CompletionStream, Piece], None, None]) -> None:
+    def __init__(self, call: Call, pieces: abc.Generator[tuple[CompletionStream, Piece], None, None]) -> None:
         self.all = call.results
         self._open = Counter(stream.prompt for stream in call.streams)  # samples of each prompt that are not over
         self._pieces = pieces
