@@ -270,7 +270,7 @@ class Generator:
         """
         tokens = self.encode(token_ids)
         self._engine.engine.checks.check_logits(tokens)
-        nothing = replace(resolve(None, None), max_tokens=0)
+        nothing = resolve(None, None).with_values(max_tokens=0)
         outputs: SimpleQueue[list[TokenOutput]] = SimpleQueue()
         request = Request(self._engine.new_id(), tokens, nothing, logits_only=True)
         try:

@@ -131,7 +131,7 @@ class Processor:
         """The values that a request will run with, and where each comes from."""
         sampling = resolve_sampling(_one(params), self._generation_config)
         if tokens := self._stop_tokens(sampling):
-            sampling = replace(sampling, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *tokens))))
+            sampling = sampling.with_values(stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *tokens))))
         return sampling
 
     def _stop_tokens(self, sampling: EffectiveSampling) -> dict[int, str]:
@@ -254,7 +254,7 @@ class Processor:
 
     def _further_sample(self, first: Request, sample: int) -> Request:
         """The request of a further sample. The first one scores the prompt."""
-        sampling = replace(first.sampling, seed=(first.sampling.seed + sample) % 2**64, prompt_logprobs=None)
+        sampling = first.sampling.with_values(seed=(first.sampling.seed + sample) % 2**64, prompt_logprobs=None)
         return replace(first, id=self._engine.new_id(), sampling=sampling)
 
     def _stream(self, request: Request, prompt: int, sample: int) -> CompletionStream:
@@ -313,7 +313,9 @@ class Processor:
         except InputError:  # no token ids, which the engine's check names
             return sampling
         _, end, rest = text.rpartition(spec.reasoning_end)
-        return replace(sampling, structured_outputs=replace(spec, reasoning_end=None)) if end and not rest.strip() else sampling
+        if not end or rest.strip():
+            return sampling
+        return sampling.with_values(structured_outputs=replace(spec, reasoning_end=None))
 
     def _bad_words(self, sampling: EffectiveSampling) -> tuple[tuple[int, ...], ...]:
         """The bad words in token ids.

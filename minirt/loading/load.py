@@ -189,7 +189,7 @@ def faster_fp8(formats: Quantization, layers: Sequence[Layer]) -> Quantization:
     if not small:
         return formats
     note = f"{len(small)} small weights stay in 16 bits: to round their inputs to FP8 would take longer than it saves"
-    return replace(formats, kept=frozenset(name for linear in small for name in linear.modules), notes=(note,))
+    return replace(formats, unquantized=frozenset(name for linear in small for name in linear.modules), notes=(note,))
 
 
 def plan_model(options: LoadOptions, gpu: AbsentGPU | None = None) -> Model:

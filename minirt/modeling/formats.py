@@ -50,7 +50,7 @@ class TensorSpec(NamedTuple):
     pieces: bool = False
 
 
-class Kept(NamedTuple):
+class PackedTensors(NamedTuple):
     """What is kept of a packed linear: `weight` and `scale` of its format, and the numbers of rows of its parts."""
 
     weight: Tensor
@@ -94,7 +94,7 @@ class LinearFormat(ABC):
         `what`: the last component of its name."""
         return 0
 
-    def load(self, what: str, source: Tensor, kept: Kept, place: slice, first: int = 0) -> None:
+    def load(self, what: str, source: Tensor, target: PackedTensors, place: slice, first: int = 0) -> None:
         """Copy a checkpoint tensor of one part into its rows. The default quantizes weights of 16 or 32 bits.
 
         Args:
@@ -103,7 +103,7 @@ class LinearFormat(ABC):
             place: the rows of the part.
             first: the first row of `source` within the part; other than 0 only if the tensor's spec has `pieces`.
         """
-        self.store_rows(source, kept.weight, kept.scale, kept.rows, place.start + first)
+        self.store_rows(source, target.weight, target.scale, target.rows, place.start + first)
 
     @abstractmethod
     def quantize(self, source: Tensor, scale_rows: Tensor) -> Tensor:
@@ -168,11 +168,11 @@ class QuantizedToFp8(LinearFormat):
 class _Stored(LinearFormat):
     """Values in the checkpoint as they are kept, with a scale that `place_scale` keeps."""
 
-    def load(self, what: str, source: Tensor, kept: Kept, place: slice, first: int = 0) -> None:
+    def load(self, what: str, source: Tensor, target: PackedTensors, place: slice, first: int = 0) -> None:
         if what == "weight":
-            kept.weight[place.start + first :][: source.shape[0]].copy_(source)
+            target.weight[place.start + first :][: source.shape[0]].copy_(source)
         else:
-            self.place_scale(source, kept.scale, kept.rows, place)
+            self.place_scale(source, target.scale, target.rows, place)
 
     @abstractmethod
     def place_scale(self, source: Tensor, scale: Tensor, rows: Sequence[int], place: slice) -> None:
@@ -329,14 +329,14 @@ class StoredInt4(_Int4):
         layout = self.scheme.layout
         return None if what in (layout.shape_name, layout.indices_name) else int(layout.transposed)
 
-    def load(self, what: str, source: Tensor, kept: Kept, place: slice, first: int = 0) -> None:
+    def load(self, what: str, source: Tensor, target: PackedTensors, place: slice, first: int = 0) -> None:
         layout, rows = self.scheme.layout, place.stop - place.start
         if what == layout.value_name:
-            self._place_codes(source, kept.weight, place)
+            self._place_codes(source, target.weight, place)
         elif what == layout.scale_name:
-            self._place_scale(source.T if layout.transposed else source.reshape(rows, -1), kept.scale[:, place])
+            self._place_scale(source.T if layout.transposed else source.reshape(rows, -1), target.scale[:, place])
         elif what == layout.zero_name:
-            self._place_zero(self._values(source, by_rows=True)[:rows] + self.scheme.zero_offset, kept.scale[:, place])
+            self._place_zero(self._values(source, by_rows=True)[:rows] + self.scheme.zero_offset, target.scale[:, place])
         elif what == layout.indices_name:
             K = source.shape[0]
             if not torch.equal(source.long(), torch.arange(K, device=source.device) // (self.scheme.group or K)):
@@ -434,13 +434,13 @@ class Quantization(FormatChoice):
 
     `head` None: FP8 covers the head unless it is tied to the embedding; 4 bits never do, as in other producers' checkpoints.
     Small models tie it, and rounding it harms SmolLM2-135M more than rounding all other linears
-    (bench/results/cpu-fp8-quality.jsonl). A quantized copy of it would also take memory. `kept`: checkpoint prefixes of linears
-    that keep the model's dtype, and `notes` why.
+    (bench/results/cpu-fp8-quality.jsonl). A quantized copy of it would also take memory. `unquantized`: checkpoint prefixes of
+    linears that keep the model's dtype, and `notes` why.
     """
 
     format: str
     head: bool | None = None
-    kept: frozenset[str] = frozenset()
+    unquantized: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -453,4 +453,4 @@ class Quantization(FormatChoice):
 
     def format_of(self, modules: Sequence[str], *, head: bool, tied: bool) -> LinearFormat | None:
         covers_head = self.format == "fp8" and not tied if self.head is None else self.head
-        return None if (head and not covers_head) or not self.kept.isdisjoint(modules) else _QUANTIZED[self.format]
+        return None if (head and not covers_head) or not self.unquantized.isdisjoint(modules) else _QUANTIZED[self.format]

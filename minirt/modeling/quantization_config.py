@@ -146,14 +146,14 @@ class QuantizationConfig:
         place: file and field, for messages.
         groups: which linears have which scheme. The most specific entry counts.
         ignore: linears that are not quantized.
-        silent: linears that are usually not quantized, without being listed.
+        ignored_by_default: linears that are usually not quantized, without being listed.
     """
 
     method: str
     place: str
     groups: tuple[tuple[Modules, Scheme | Int4Scheme], ...]
     ignore: Modules
-    silent: frozenset[str] = frozenset()
+    ignored_by_default: frozenset[str] = frozenset()
 
     def scheme(self, module: str, stored: str | None = None) -> Scheme | Int4Scheme | None:
         """The stated scheme of a linear, by its checkpoint prefix; None: not quantized.
@@ -178,11 +178,11 @@ class QuantizationConfig:
 
 def _of_all(
     method: str, fields: Fields, scheme: Scheme | Int4Scheme, ignore: Modules, *, field: str = "quant_method",
-    silent: Iterable[str] = ("lm_head",),
+    ignored_by_default: Iterable[str] = ("lm_head",),
 ) -> QuantizationConfig:  # fmt: skip
     """The quantization of a method with one scheme for all linears. `field`: the one that states it."""
     linears = Modules(frozenset(), linears=True)
-    return QuantizationConfig(method, fields.place(field), ((linears, scheme),), ignore, frozenset(silent))
+    return QuantizationConfig(method, fields.place(field), ((linears, scheme),), ignore, frozenset(ignored_by_default))
 
 
 def read_quantization(config: Fields, hf_quant_config: Fields | None = None) -> QuantizationConfig | None:
@@ -440,7 +440,7 @@ def _read_modelopt(fields: Fields) -> QuantizationConfig | None:
         hint = _PLANNED if "FP4" in name.upper() or name.upper() == "MIXED_PRECISION" else LOAD_UNQUANTIZED
         raise fields.unsupported("quant_algo", "not supported", " or ".join(_ALGORITHMS), found=shown(name), hint=hint)
     scheme, ignore = Scheme(scales, "weight_scale", "static" if scales == "tensor" else "dynamic"), ("exclude_modules", "ignore")
-    return _of_all("modelopt", fields, scheme, _modules(fields, *ignore), field="quant_algo", silent=())
+    return _of_all("modelopt", fields, scheme, _modules(fields, *ignore), field="quant_algo", ignored_by_default=())
 
 
 METHODS = {
