@@ -208,7 +208,7 @@ _NO_TIME: Row = dict.fromkeys(("eager_s", "candidate_s", "speedup", "cold_l2", "
 def _compared(place: Place, step: EagerStep) -> tuple[Row, list[str]]:
     """Compare one layer in one step. Returns its row, without times, and its broken bounds."""
     compared = compare_layers.compare(place, step)
-    needed = compare_layers.work(place, step)
+    needed = compare_layers.cost(place, step)
     row = {
         "step": step.name, "layer": place.layer.name, "kind": place.layer.kind, "implementation": place.name,
         "tokens": step.batch.num_tokens, "rows": step.rows(place), "within_bounds": not compared.faults,

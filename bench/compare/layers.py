@@ -324,14 +324,14 @@ def rounds_activations(layer: Layer) -> bool:
     return any(weights.format is not None and weights.format.rounds_activations for weights in layer.quantizable())
 
 
-class Work(NamedTuple):
+class LayerCost(NamedTuple):
     """The least bytes that a layer must read and write, and its floating-point operations."""
 
     bytes: int
     flops: int
 
 
-def work(place: Place, step: EagerStep) -> Work:
+def cost(place: Place, step: EagerStep) -> LayerCost:
     """Count the work of a layer.
 
     Bytes: the weights once, what the layer keeps of every sequence (a state is also written), the input and the output.
@@ -347,4 +347,4 @@ def work(place: Place, step: EagerStep) -> Work:
     kept = cached(place, step.cache)
     if kept is not None and layer.cache_spec is not None:
         nbytes += view(kept).read_bytes(batch) + batch.num_seqs * max(0, layer.step_state_bytes - layer.cache_spec.state_bytes)
-    return Work(nbytes, flops + attention_flops(layer, pairs))
+    return LayerCost(nbytes, flops + attention_flops(layer, pairs))
