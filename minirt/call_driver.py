@@ -41,7 +41,7 @@ class CallDriver:
         while True:
             part = call.requests[count:]
             for request, stream in zip(part, call.streams[count:], strict=True):
-                request.final_only, stream.started = self._final_only and not request.sampling.stop, started
+                request.final_only, stream.started = self._final_only and not stream.stops, started
                 call.open[request.id] = stream
             if count:
                 time.sleep(0)  # the engine's thread needs the interpreter's lock, which a thread that computes keeps for 5 ms

@@ -4,8 +4,7 @@ import gc
 import html
 import time
 import weakref
-from collections import Counter
-from collections.abc import Generator as Generation
+from collections import Counter, abc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -24,10 +23,10 @@ from minirt.engine.request import DraftStats, Request, TokenOutput
 from minirt.engine.schedule.prefix_cache import PrefixCacheStats
 from minirt.errors import ConfigError, EngineError, InputError, UnsupportedError, printable
 from minirt.foreign_names import check_names, checks_names
+from minirt.loading.effective_options import longest_length
 from minirt.loading.load import load
 from minirt.loading.memory import measured_plan, out_of_memory_while
 from minirt.loading.options import EMBEDDED, OF_GENERATE, LoadOptions
-from minirt.loading.resolve import longest_length
 from minirt.modeling.model import Model
 from minirt.outputs import Completion, CompletionStream, Piece, Score
 from minirt.processor import AnyPrompt, Call, Messages, Params, Priority, Processor, Prompt, Prompts, is_single
@@ -77,7 +76,7 @@ class Generator:
             raise InputError("a Generator wraps a loaded model", where="model", expected="a minirt Model", found=shown, hint=hint)
         settings = LoadOptions(**options)
         self.speculative, cuda_graphs = settings.speculative, settings.cuda_graphs
-        if num_drafts := settings.drafts[0]:
+        if num_drafts := settings.draft_needs.max_drafts:
             model.keep_undo(1 + num_drafts)
         self.name, self.tokenizer, self.generation_config = name, tokenizer, generation_config
         self.eos_token_ids = _end_ids(eos_token_ids, model.config.vocab_size)
@@ -214,7 +213,7 @@ class Generator:
 
     def stream_completion(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
-    ) -> Generation[tuple[Piece, Completion], None, None]:
+    ) -> abc.Generator[tuple[Piece, Completion], None, None]:
         """Like `stream`, but each piece comes with the completion that it belongs to, so far."""
         return _with_completions(self._run(self._prepare(prompt, params, priority, single=True)))
 
@@ -272,7 +271,7 @@ class Generator:
         """
         tokens = self.encode(token_ids)
         self._engine.engine.checks.check_logits(tokens)
-        nothing = replace(resolve(None, None), max_tokens=0)
+        nothing = resolve(None, None).with_values(max_tokens=0)
         outputs: SimpleQueue[list[TokenOutput]] = SimpleQueue()
         request = Request(self._engine.new_id(), tokens, nothing, logits_only=True)
         try:
@@ -387,7 +386,7 @@ class Generator:
                 if advance is not None and piece.finish_reason is not None:
                     advance(n_finished=1, n_tokens=len(getattr(stream.completion, counted)))
 
-    def _run(self, call: Call, final_only: bool = False) -> Generation[tuple[CompletionStream, Piece], None, None]:
+    def _run(self, call: Call, final_only: bool = False) -> abc.Generator[tuple[CompletionStream, Piece], None, None]:
         """Run requests until all have ended. Yields each piece with its stream. Closing the generator aborts them.
 
         `final_only`: see `CallDriver`.
@@ -411,8 +410,8 @@ def _pushed(driver: CallDriver, outputs: list[TokenOutput]) -> Iterator[tuple[Co
 
 
 def _with_completions(
-    running: Generation[tuple[CompletionStream, Piece], None, None],
-) -> Generation[tuple[Piece, Completion], None, None]:
+    running: abc.Generator[tuple[CompletionStream, Piece], None, None],
+) -> abc.Generator[tuple[Piece, Completion], None, None]:
     """What `stream_completion` yields. Raises the error of a request that failed."""
     with closing(running):  # now, not at garbage collection
         for stream, piece in running:
@@ -421,7 +420,7 @@ def _with_completions(
             yield piece, stream.completion
 
 
-def _pieces(running: Generation[tuple[Piece, Completion], None, None]) -> Iterator[Piece]:
+def _pieces(running: abc.Generator[tuple[Piece, Completion], None, None]) -> Iterator[Piece]:
     with closing(running):
         for piece, _ in running:
             yield piece
@@ -442,7 +441,7 @@ class Completions:
     others continue.
     """
 
-    def __init__(self, call: Call, pieces: Generation[tuple[CompletionStream, Piece], None, None]) -> None:
+    def __init__(self, call: Call, pieces: abc.Generator[tuple[CompletionStream, Piece], None, None]) -> None:
         self.all = call.results
         self._open = Counter(stream.prompt for stream in call.streams)  # samples of each prompt that are not over
         self._pieces = pieces

@@ -197,7 +197,7 @@ class CompletionStream:
             done.prompt_logprobs = [None, *output.prompt_logprobs]
         tokens, finish_reason, text = output.token_ids, output.finish_reason, ""
         if self.decoder is not None and tokens:
-            if done.sampling.stop:
+            if self.stops:
                 text, tokens, finish_reason = self._up_to_stop(self.decoder, output)
             else:  # the token that ends the text is not part of it
                 left_out = finish_reason == "stop" and not done.sampling.include_stop_str_in_output

@@ -1,7 +1,7 @@
 """`Processor`: from prompts to engine requests, and from the engine's outputs to text. `Call`: the requests of one call.
 
-`Generator`, `AsyncGenerator` and the server use it alike. It has no engine, only a `Backend`, which may be in this process or in
-another one. Imports no torch.
+`Generator`, `AsyncGenerator` and the server use it alike. It knows the engine as an `EngineLike`, which may be in this
+process or in another one. Imports no torch.
 """
 
 import math
@@ -45,7 +45,7 @@ Messages = Sequence[dict[str, str]]
 _MAX_SPACES = 64  # tokens of white space after a reasoning block that are looked at
 
 
-class Backend(Protocol):
+class EngineLike(Protocol):
     """The engine as a `Processor` sees it: `EngineThread`, or the server's `RemoteEngine`."""
 
     @property
@@ -67,24 +67,24 @@ class Processor:
     """Encodes and checks the prompts of a model, and prepares their requests. All its methods may be called from any thread.
 
     Args:
-        backend: the engine's limits.
+        engine: the engine's limits.
         name: the model's name, for messages.
         vocab_size: of the model; a tokenizer may have more ids.
         peak_memory: for `Completion.peak_memory_bytes`.
     """
 
     def __init__(
-        self, backend: Backend, name: str, tokenizer: Tokenizer | None, generation_config: dict | None,
+        self, engine: EngineLike, name: str, tokenizer: Tokenizer | None, generation_config: dict | None,
         eos_token_ids: Sequence[int], vocab_size: int, peak_memory: Callable[[], int] = lambda: 0,
     ) -> None:  # fmt: skip
-        self._backend, self._name, self._tokenizer, self._peak_memory = backend, name, tokenizer, peak_memory
+        self._engine, self._name, self._tokenizer, self._peak_memory = engine, name, tokenizer, peak_memory
         self._vocab_size = vocab_size
         self._generation_config, self._eos_token_ids = generation_config, tuple(eos_token_ids)
 
     @property
     def keeps_states(self) -> bool:
         """Whether the engine asks where the history of a conversation ends."""
-        return self._backend.keeps_states
+        return self._engine.keeps_states
 
     def encode(self, prompt: Prompt, max_tokens: int | None = None) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer adds. Token ids are returned unchanged.
@@ -125,13 +125,13 @@ class Processor:
         sampling = self.effective_sampling(params)
         tokens = self._encode(token_ids, sampling)
         sampling = self._after_reasoning(tokens, sampling)
-        self._backend.check(Request(-1, tokens, sampling, self._eos_token_ids, bad_words=self._bad_words(sampling)))
+        self._engine.check(Request(-1, tokens, sampling, self._eos_token_ids, bad_words=self._bad_words(sampling)))
 
     def effective_sampling(self, params: SamplingParams | None) -> EffectiveSampling:
         """The values that a request will run with, and where each comes from."""
         sampling = resolve_sampling(_one(params), self._generation_config)
         if tokens := self._stop_tokens(sampling):
-            sampling = replace(sampling, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *tokens))))
+            sampling = sampling.with_values(stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *tokens))))
         return sampling
 
     def _stop_tokens(self, sampling: EffectiveSampling) -> dict[int, str]:
@@ -176,14 +176,14 @@ class Processor:
                 if id(chosen) not in bad_words:
                     bad_words[id(chosen)] = self._bad_words(sampling)
                 first = Request(
-                    self._backend.new_id(), tokens, sampling, self._eos_token_ids, cache_salt, priorities[i],
+                    self._engine.new_id(), tokens, sampling, self._eos_token_ids, cache_salt, priorities[i],
                     history_len=_history_len(prompt, tokens), bad_words=bad_words[id(chosen)],
                 )  # fmt: skip
-                self._backend.check(first)
+                self._engine.check(first)
             if count > 1:
                 first = replace(first, group=first.id)
             for sample in range(count):
-                request = first if sample == 0 else self._sample(first, sample)
+                request = first if sample == 0 else self._further_sample(first, sample)
                 call.requests.append(request)
                 call.streams.append(self._stream(request, prompt=i, sample=sample))
             outputs = [stream.completion for stream in call.streams[-count:]]
@@ -235,7 +235,7 @@ class Processor:
             tokens = self.encode(prompt)
             count, tokens = len(tokens), tokens + self.encode(completion)
         else:
-            text, limit = self.text(), self._backend.max_len
+            text, limit = self.text(), self._engine.max_len
             tokens, alone = text.encode(f"{prompt}{completion}", limit), text.encode(str(prompt).rstrip(), limit)
             count = len(alone)
             if tokens[:count] != alone and len(tokens) > count:
@@ -252,10 +252,10 @@ class Processor:
             raise InputError(what, found=quoted(completion, 80), hint=hint)
         return tokens, count
 
-    def _sample(self, first: Request, sample: int) -> Request:
+    def _further_sample(self, first: Request, sample: int) -> Request:
         """The request of a further sample. The first one scores the prompt."""
-        sampling = replace(first.sampling, seed=(first.sampling.seed + sample) % 2**64, prompt_logprobs=None)
-        return replace(first, id=self._backend.new_id(), sampling=sampling)
+        sampling = first.sampling.with_values(seed=(first.sampling.seed + sample) % 2**64, prompt_logprobs=None)
+        return replace(first, id=self._engine.new_id(), sampling=sampling)
 
     def _stream(self, request: Request, prompt: int, sample: int) -> CompletionStream:
         sampling, decoder = request.sampling, None
@@ -282,13 +282,13 @@ class Processor:
         """The number of tokens above which a prompt is refused without tokenizing it. None: it will be truncated."""
         sampling = params if isinstance(params, EffectiveSampling) else _one(params)
         if sampling is None or sampling.truncate_prompt_tokens is None:
-            return self._backend.max_len - (sampling is None or sampling.max_tokens != 0)
+            return self._engine.max_len - (sampling is None or sampling.max_tokens != 0)
         return None
 
     def _encode(self, prompt: Prompt, sampling: EffectiveSampling) -> list[int]:
         """Token ids of a prompt: all, or as many of the last ones as `sampling` keeps."""
         tokens, kept = self.encode(prompt, self.limit(sampling)), sampling.truncate_prompt_tokens
-        tokens = tokens if kept is None else tokens[-(self._backend.max_len - 1 if kept < 0 else kept) :]
+        tokens = tokens if kept is None else tokens[-(self._engine.max_len - 1 if kept < 0 else kept) :]
         if self._tokenizer is not None and self._tokenizer.vocab_size > self._vocab_size:
             self._check_known(tokens)
         return tokens
@@ -310,10 +310,12 @@ class Processor:
         last = tokens[-4 * len(spec.reasoning_end) - _MAX_SPACES :]  # a token has at least a byte
         try:
             text = self._tokenizer.decode(last, skip_special_tokens=False)
-        except InputError:  # no token ids, which the backend's check names
+        except InputError:  # no token ids, which the engine's check names
             return sampling
         _, end, rest = text.rpartition(spec.reasoning_end)
-        return replace(sampling, structured_outputs=replace(spec, reasoning_end=None)) if end and not rest.strip() else sampling
+        if not end or rest.strip():
+            return sampling
+        return sampling.with_values(structured_outputs=replace(spec, reasoning_end=None))
 
     def _bad_words(self, sampling: EffectiveSampling) -> tuple[tuple[int, ...], ...]:
         """The bad words in token ids.

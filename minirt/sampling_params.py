@@ -5,8 +5,8 @@ Imports no torch, so that `from minirt import SamplingParams` is fast.
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from minirt.errors import ConfigError, InputError, MinirtError, shortened
 from minirt.settings import (
@@ -218,38 +218,36 @@ def _contradiction(name: str, what: str, expected: str, shown: object) -> None:
     raise InputError(f"{name} {what}", where=f"SamplingParams.{name}", expected=expected, found=shown)
 
 
-@dataclass(frozen=True)
-class EffectiveSampling:
-    """The settings that a request runs with. `sources` names the origin of each field's value.
+def _with_settings(kind: Any) -> Any:
+    """Class decorator: a field for each setting but `n`, of the type that its check returns; None only where `unset` is None."""
+    types: dict[str, Any] = {}
+    for name, unset in _DEFAULTS.items():
+        check: Any = _SETTINGS[name].check
+        kept = check.convert if isinstance(check, Number) else check.__annotations__["return"]
+        types[name] = kept | None if unset is None else kept
+    kind.__annotations__ = types | kind.__annotations__
+    return kind
 
-    `not_applied` lists the settings of generation_config.json that minirt does not support, as "name=value", for display.
+
+@dataclass(frozen=True)
+@_with_settings
+class EffectiveSampling:
+    """The settings that a request runs with: a value for each field of `SamplingParams` but `n`.
+
+    `sources` names the origin of each field's value. `not_applied` lists the settings of generation_config.json that minirt does
+    not support, as "name=value", for display.
     """
 
-    max_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
-    stop: tuple[str, ...]
-    ignore_eos: bool
-    min_tokens: int
-    stop_token_ids: tuple[int, ...]
-    include_stop_str_in_output: bool
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float
-    logit_bias: dict[int, float]
-    allowed_token_ids: tuple[int, ...] | None
-    bad_words: tuple[str, ...]
-    structured_outputs: StructuredOutputsParams | None
-    skip_special_tokens: bool
-    truncate_prompt_tokens: int | None
-    logprobs: int | None
-    prompt_logprobs: int | None
-    detokenize: bool
     sources: dict[str, str] = field(default_factory=dict)
     not_applied: tuple[str, ...] = ()
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def with_values(self, **values: Any) -> "EffectiveSampling":
+        """A copy with other values of some fields."""
+        return replace(self, **values)
 
     def describe(self) -> str:
         """One line with the settings that decide the choice of tokens, each with its source."""

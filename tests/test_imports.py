@@ -12,7 +12,7 @@ from support.package import ROOT
 # tiers: a step's input and the KV cache are below the layers that read them, the engine is above.
 TIERS = [
     ["minirt.errors", "minirt.wording", "minirt.files", "minirt.foreign_names", "minirt.progress", "minirt.sizes",
-     "minirt.settings", "minirt.threads", "minirt.user_code", "minirt.text.guarded", "minirt.structured",
+     "minirt.settings", "minirt.threads", "minirt.user_code", "minirt.text.limited_processes", "minirt.structured",
      "minirt.structured.contradictions", "minirt.structured.schema", "minirt.structured.params", "minirt.structured.limits"],
     ["minirt.device", "minirt.sampling_params", "minirt.kernels", "minirt.kernels.*"],
     ["minirt.modeling.config", "minirt.modeling.formats", "minirt.modeling.patterns", "minirt.modeling.quantization_config"],

@@ -190,7 +190,7 @@ def test_a_stop_string_inside_the_tokens_of_a_step(llama):
     request, driver = started(call)
     tokens = (upon, there, upon, upon)
     rows = tuple(TokenLogprobs(token, -1.0, 1) for token in tokens)
-    _, piece = driver.push(TokenOutput(request.id, tokens, None, None, 0, rows, num_draft_tokens=4, num_accepted_tokens=3))
+    _, piece = driver.push(TokenOutput(request.id, tokens, None, logprobs=rows, num_draft_tokens=4, num_accepted_tokens=3))
     assert (piece.token_ids, piece.text, piece.finish_reason) == ((upon, there), " upon", "stop")
     done = call.result()
     assert (done.token_ids, [row.token_id for row in done.logprobs]) == ([upon, there], [upon, there])

@@ -76,6 +76,12 @@ def test_records_are_whole(kind):
 
 
 def test_a_request_runs_with_each_setting():
-    """Catches a setting of `SamplingParams` that `EffectiveSampling` lacks."""
-    effective = {field.name for field in fields(EffectiveSampling)} - {"sources", "not_applied"}
-    assert effective == {field.name for field in fields(SamplingParams)} - {"n"}
+    """Catches a field of another type than its values have: messages between the server's processes are decoded by it."""
+    kinds = {field.name: field.type for field in fields(EffectiveSampling)}
+    assert kinds.keys() - {"sources", "not_applied"} == {field.name for field in fields(SamplingParams)} - {"n"}
+    expected = {
+        "temperature": float, "top_k": int, "stop": tuple[str, ...], "stop_token_ids": tuple[int, ...], "ignore_eos": bool,
+        "logit_bias": dict[int, float], "allowed_token_ids": tuple[int, ...] | None, "logprobs": int | None,
+        "structured_outputs": StructuredOutputsParams | None,
+    }  # fmt: skip
+    assert {name: kinds[name] for name in expected} == expected

@@ -16,7 +16,7 @@ from minirt.bench.bounds import Errors, Floor, floor
 from minirt.bench.ceiling import Ceiling, MatmulCeiling, matmul_ceiling
 from minirt.bench.compare import layers as compare_layers
 from minirt.bench.compare import timing
-from minirt.bench.compare.layers import Comparison, Place, Step
+from minirt.bench.compare.layers import Comparison, EagerStep, Place
 from minirt.bench.compare.model import compare_text
 from minirt.bench.compare.timing import LayerTime
 from minirt.device import on_device
@@ -205,10 +205,10 @@ def _cycled(tokens: Sequence[int], first: int, count: int) -> list[int]:
 _NO_TIME: Row = dict.fromkeys(("eager_s", "candidate_s", "speedup", "cold_l2", "limit_s", "share_of_limit"))
 
 
-def _compared(place: Place, step: Step) -> tuple[Row, list[str]]:
+def _compared(place: Place, step: EagerStep) -> tuple[Row, list[str]]:
     """Compare one layer in one step. Returns its row, without times, and its broken bounds."""
     compared = compare_layers.compare(place, step)
-    needed = compare_layers.work(place, step)
+    needed = compare_layers.cost(place, step)
     row = {
         "step": step.name, "layer": place.layer.name, "kind": place.layer.kind, "implementation": place.name,
         "tokens": step.batch.num_tokens, "rows": step.rows(place), "within_bounds": not compared.faults,
@@ -238,12 +238,12 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _group(place: Place, step: Step) -> tuple[str, str, int]:
+def _group(place: Place, step: EagerStep) -> tuple[str, str, int]:
     return place.layer.kind, place.name, step.rows(place)
 
 
 def _time_layers(
-    rows: Sequence[Row], sequence: Sequence[Place], steps: Sequence[tuple[Step, list[Place]]], ceiling: Ceiling | None
+    rows: Sequence[Row], sequence: Sequence[Place], steps: Sequence[tuple[EagerStep, list[Place]]], ceiling: Ceiling | None
 ) -> list[Row]:
     """Fill in the times of `rows` on a GPU, and return the measured rates of matrix products that their limits use.
 
@@ -276,13 +276,13 @@ def _variants(sequence: Sequence[Place]) -> dict[str, list[Forward]]:
     return variants
 
 
-def _decode_on_gpu(sequence: Sequence[Place], step: Step) -> Row:
+def _decode_on_gpu(sequence: Sequence[Place], step: EagerStep) -> Row:
     variants = _variants(sequence)
     seconds = timing.step_times(variants, sequence, step)
     return _decode(step, seconds, timing.launched_time(variants["eager"], sequence, step))
 
 
-def _decode(step: Step, seconds: dict[str, float], launched: float) -> Row:
+def _decode(step: EagerStep, seconds: dict[str, float], launched: float) -> Row:
     """Return the times of a decode step on a GPU as a row.
 
     Args:

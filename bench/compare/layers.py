@@ -1,7 +1,7 @@
 """Both implementations of a layer on the same activations and on clones of the same cache, against the truth in fp64.
 
-A `Step` records one step of the eager model on real tokens: the input of each layer, and its cache before the step. A `Place` is
-a layer at its position in the model, with both of its implementations.
+An `EagerStep` records one step of the eager model on real tokens: the input of each layer, and its cache before the step. A
+`Place` is a layer at its position in the model, with both of its implementations.
 """
 
 import math
@@ -56,7 +56,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Step:
+class EagerStep:
     """One step of the eager model on real tokens.
 
     Attributes:
@@ -83,7 +83,7 @@ class Step:
         return not (place.layer.selects_rows and place.name in BUILT_IN and self.batch.every_row)
 
 
-class Outcome(NamedTuple):
+class LayerResult(NamedTuple):
     """The results of one layer.
 
     Attributes:
@@ -151,7 +151,7 @@ def pages_for_prompt(cache: KVCache, lengths: Sequence[int]) -> list[list[int]]:
 
 
 def stream(
-    forwards: Sequence[Forward], sequence: Sequence[Place], batch: Batch, cache: KVCache, record: Step | None = None
+    forwards: Sequence[Forward], sequence: Sequence[Place], batch: Batch, cache: KVCache, record: EagerStep | None = None
 ) -> Tensor:
     """Run the model with one forward for each place and return the logits [R, V]. `record`: a step that gets its inputs."""
     x = torch.empty(0, device=batch.device)
@@ -171,18 +171,18 @@ def cached(place: Place, cache: KVCache) -> LayerCache | None:
 
 
 @torch.inference_mode()
-def prefill(model: Model, sequence: Sequence[Place], tokens: Sequence[int]) -> Step:
+def prefill(model: Model, sequence: Sequence[Place], tokens: Sequence[int]) -> EagerStep:
     """Run a step that computes a whole prompt and the logits of its last token."""
     cache = empty_cache(model, -(-len(tokens) // PAGE_SIZE) + 1, num_slots=2)
     (pages,) = pages_for_prompt(cache, [len(tokens)])
     batch = Batch.build([Chunk(list(tokens), 0, pages, slot=0)], cache.page_size).to(model.device)
-    step = Step(f"prefill {len(tokens)}", batch, [], cache, [])
+    step = EagerStep(f"prefill {len(tokens)}", batch, [], cache, [])
     stream([place.eager for place in sequence], sequence, batch, cache, step)
     return step
 
 
 @torch.inference_mode()
-def decode(model: Model, sequence: Sequence[Place], texts: Sequence[Sequence[int]]) -> Step:
+def decode(model: Model, sequence: Sequence[Place], texts: Sequence[Sequence[int]]) -> EagerStep:
     """Run a step that computes the last token of each text; the tokens before it are cached. All texts have the same length."""
     length = len(texts[0])
     cache = empty_cache(model, len(texts) * -(-length // PAGE_SIZE) + 1, num_slots=len(texts) + 1)
@@ -196,12 +196,12 @@ def decode(model: Model, sequence: Sequence[Place], texts: Sequence[Sequence[int
     pairs = enumerate(zip(texts, pages, strict=True))
     chunks = [Chunk([text[-1]], length - 1, block_table, slot=slot) for slot, (text, block_table) in pairs]
     batch = Batch.build(chunks, cache.page_size).to(model.device)
-    step = Step(f"decode b{len(texts)} @ {length}", batch, [], cache, [])
+    step = EagerStep(f"decode b{len(texts)} @ {length}", batch, [], cache, [])
     stream(forwards, sequence, batch, cache, step)
     return step
 
 
-def run(place: Place, forward: Forward, step: Step, wide: bool = False) -> Outcome:
+def run(place: Place, forward: Forward, step: EagerStep, wide: bool = False) -> LayerResult:
     """Run one layer on the step's input and on a clone of its cache as it was before the step: new tokens' slots hold NaN.
 
     Args:
@@ -211,7 +211,7 @@ def run(place: Place, forward: Forward, step: Step, wide: bool = False) -> Outco
     x = x.double() if wide else x.clone()
     after = cached(place, step.cache)
     if after is None:
-        return Outcome(forward(x, batch, None), {}, 0)
+        return LayerResult(forward(x, batch, None), {}, 0)
     copied = view(after).clone(wide=wide)
     rows = view(copied).rows(batch)
     for tensor, index, before in zip(copied.tensors(), rows, step.before[place.index], strict=True):
@@ -219,11 +219,11 @@ def run(place: Place, forward: Forward, step: Step, wide: bool = False) -> Outco
     clones = [tensor.clone() for tensor in copied.tensors()]
     out = forward(x, batch, copied)
     strays = sum(map(_strays, copied.tensors(), clones, rows))
-    return Outcome(out, view(copied).written(batch), strays)
+    return LayerResult(out, view(copied).written(batch), strays)
 
 
 @torch.inference_mode()
-def compile_kernels(steps: Sequence[tuple[Step, list[Place]]]) -> None:
+def compile_kernels(steps: Sequence[tuple[EagerStep, list[Place]]]) -> None:
     """Compile the candidates' kernels in parallel, for each kind of layer and number of rows in each step. Only on a GPU."""
     from minirt.kernels.compile.ahead_of_time import compile_ahead
 
@@ -243,7 +243,7 @@ def _strays(after: Tensor, before: Tensor, rows: Tensor) -> int:
 
 
 @torch.inference_mode()
-def compare(place: Place, step: Step) -> Comparison:
+def compare(place: Place, step: EagerStep) -> Comparison:
     """Compare a place's candidate with the eager implementation in the same dtype, by their errors against the truth.
 
     Rows whose result depends on a near-tie (`settled`) only have to be finite.
@@ -301,7 +301,7 @@ def _added(outputs: Sequence[Tensor | None], x: Tensor) -> list[Tensor | None]:
     return [(out.double() - x.double())[rows] for out in given]
 
 
-def floors(place: Place, step: Step) -> dict[str, Floor]:
+def floors(place: Place, step: EagerStep) -> dict[str, Floor]:
     """Return the floors of outputs ("out") and of what the layer writes to its cache ("written").
 
     They are higher where values are rounded to e4m3. For FP8 pages, the floor of all written values is that of one row, because a
@@ -314,7 +314,7 @@ def floors(place: Place, step: Step) -> dict[str, Floor]:
     return {"out": plain, "written": Floor(plain.worst_row, plain.worst_row) if coded else plain}
 
 
-def quantizes(place: Place, step: Step) -> bool:
+def quantizes(place: Place, step: EagerStep) -> bool:
     """Whether the layer quantizes its activations: it does so with FP8 weights and more than one row."""
     return step.rows(place) > 1 and rounds_activations(place.layer)
 
@@ -324,14 +324,14 @@ def rounds_activations(layer: Layer) -> bool:
     return any(weights.format is not None and weights.format.rounds_activations for weights in layer.quantizable())
 
 
-class Work(NamedTuple):
+class LayerCost(NamedTuple):
     """The least bytes that a layer must read and write, and its floating-point operations."""
 
     bytes: int
     flops: int
 
 
-def work(place: Place, step: Step) -> Work:
+def cost(place: Place, step: EagerStep) -> LayerCost:
     """Count the work of a layer.
 
     Bytes: the weights once, what the layer keeps of every sequence (a state is also written), the input and the output.
@@ -347,4 +347,4 @@ def work(place: Place, step: Step) -> Work:
     kept = cached(place, step.cache)
     if kept is not None and layer.cache_spec is not None:
         nbytes += view(kept).read_bytes(batch) + batch.num_seqs * max(0, layer.step_state_bytes - layer.cache_spec.state_bytes)
-    return Work(nbytes, flops + attention_flops(layer, pairs))
+    return LayerCost(nbytes, flops + attention_flops(layer, pairs))

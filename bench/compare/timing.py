@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from minirt.bench.compare.layers import Place, Step, cached, stream
+from minirt.bench.compare.layers import EagerStep, Place, cached, stream
 from minirt.layers import Forward
 
 REPEATS = 20
@@ -63,7 +63,7 @@ def replays(graphs: Sequence[torch.cuda.CUDAGraph], repeats: int = REPEATS) -> l
 
 
 @torch.inference_mode()
-def layer_times(sequence: Sequence[Place], step: Step, nbytes: int) -> LayerTime:
+def layer_times(sequence: Sequence[Place], step: EagerStep, nbytes: int) -> LayerTime:
     """Time the layers of one kind on a GPU and return the mean of one call.
 
     Args:
@@ -89,7 +89,7 @@ def layer_times(sequence: Sequence[Place], step: Step, nbytes: int) -> LayerTime
 
 
 @torch.inference_mode()
-def step_times(variants: Mapping[str, Sequence[Forward]], sequence: Sequence[Place], step: Step) -> dict[str, float]:
+def step_times(variants: Mapping[str, Sequence[Forward]], sequence: Sequence[Place], step: EagerStep) -> dict[str, float]:
     """Return the median seconds of the whole decode step for each variant, as a CUDA graph on a GPU.
 
     Eager attention reads the lengths on the host, so its CUDA graph is valid only for this context length. All variants run the
@@ -104,7 +104,7 @@ def step_times(variants: Mapping[str, Sequence[Forward]], sequence: Sequence[Pla
 
 
 @torch.inference_mode()
-def launched_time(forwards: Sequence[Forward], sequence: Sequence[Place], step: Step) -> float:
+def launched_time(forwards: Sequence[Forward], sequence: Sequence[Place], step: EagerStep) -> float:
     """Return the median seconds of the step on a GPU, launched kernel by kernel from Python."""
     seconds = []
     for _ in range(REPEATS + 1):

@@ -140,8 +140,8 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """The measured speeds that set the roofline; `products` maps an operand dtype to its rate. A CPU has no limits."""
+class Roofline:
+    """The measured speeds that set the roofline; `products` maps an operand dtype to its rate. A CPU has no roofline."""
 
     read: Ceiling
     products: dict[torch.dtype, MatmulCeiling]
@@ -153,12 +153,12 @@ class Limits:
         return (memory, "memory") if memory >= arithmetic else (arithmetic, "arithmetic")
 
 
-def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
-    """Measure the limits of a GPU, with FP8 products if the GPU supports them."""
+def measure_roofline(device: torch.device, dtype: torch.dtype) -> Roofline:
+    """Measure the roofline of a GPU, with FP8 products if the GPU supports them."""
     from minirt.kernels.launch import capability
 
     dtypes = [dtype, *([FP8] if capability(device) >= 89 else [])]
-    return Limits(read_ceiling(device), {kind: matmul_ceiling(device, kind) for kind in dtypes})
+    return Roofline(read_ceiling(device), {kind: matmul_ceiling(device, kind) for kind in dtypes})
 
 
 def select(patterns: Sequence[str]) -> list[str]:
@@ -197,11 +197,11 @@ def points(
 
 
 @torch.inference_mode()
-def measure(point: Point, limits: Limits | None, clock: "Clock", repeats: int, compiled: bool) -> Row:
+def measure(point: Point, roofline: Roofline | None, clock: "Clock", repeats: int, compiled: bool) -> Row:
     """Check one point, then time it.
 
     Args:
-        limits: sets the limit of each time; None: a CPU.
+        roofline: sets the limit of each time; None: a CPU.
         compiled: also time the eager code under torch.compile.
     Returns:
         a row. `fault` describes a broken bound; such a row has no times. `left_out` maps each implementation that PyTorch or the
@@ -223,7 +223,7 @@ def measure(point: Point, limits: Limits | None, clock: "Clock", repeats: int, c
         if not (isinstance(error, UnsupportedError) or is_out_of_memory(error)):
             raise
         return row | _empty() | {"left_out": {"all": str(error).splitlines()[0]}}
-    least, bound = limits.seconds(problem) if limits else (None, None)
+    least, bound = roofline.seconds(problem) if roofline else (None, None)
     nbytes, flops = problem.cost
     row |= _empty() | {
         "shape": problem.shape, "bytes": nbytes, "flops": flops, "limit_s": least, "bound": bound, "errors": measured_errors,
@@ -234,7 +234,7 @@ def measure(point: Point, limits: Limits | None, clock: "Clock", repeats: int, c
         return row
     times = _time({name: form.run for name, form in forms.items() if name not in left_out}, clock, repeats)
     best = times["triton"]["median"]
-    row |= {"seconds": times} | ({"bytes_per_s": nbytes / best, "flops_per_s": flops / best} if limits else {})
+    row |= {"seconds": times} | ({"bytes_per_s": nbytes / best, "flops_per_s": flops / best} if roofline else {})
     return row | ({"share_of_limit": least / best, "lost_s": best - least} if least else {})
 
 

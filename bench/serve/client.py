@@ -1,4 +1,4 @@
-"""One request to an OpenAI-compatible server, the `Target`: `Generation` reads its events, `Outcome` is what a client saw."""
+"""One request to an OpenAI-compatible server, the `Target`: `StreamedCompletion` reads its events, `Outcome` is what it saw."""
 
 import asyncio
 import json
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from minirt.bench.serve.http import HTTPClient, HTTPError, Response
+from minirt.bench.serve.http import HTTPClient, ProtocolError, Response
 from minirt.errors import printable, shortened
 
 _TEXTS = ("content", "reasoning", "reasoning_content", "refusal", "tool_calls")  # of a delta of /v1/chat/completions
@@ -56,7 +56,7 @@ class Outcome:
     error: str = ""
 
 
-class Generation:
+class StreamedCompletion:
     """Reads the events of one streamed completion.
 
     An event counts as a token if it carries text, or if it carries neither a role nor a reason to finish: some tokens have no
@@ -140,13 +140,13 @@ def _frame(payload: bytes) -> tuple[bytes, bytes]:
 
 async def generate(client: HTTPClient, request: bytes, outcome: Outcome, started: float) -> None:
     """Send a request, and write to `outcome` what came back. `started`: time.perf_counter() at the start of the run."""
-    generation = Generation()
+    generation = StreamedCompletion()
     sent = time.perf_counter()
     outcome.start = sent - started
     try:
         response = await client.send(request, generation.events)
         outcome.error = refusal(response)
-    except HTTPError as error:
+    except ProtocolError as error:
         outcome.error = str(error)
     except asyncio.CancelledError:
         outcome.error = "cancelled"

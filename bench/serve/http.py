@@ -24,11 +24,11 @@ _MAX_BODY = 1 << 20  # of a response that is no event stream; the rest is droppe
 _CONNECT_SECONDS = 30
 
 
-class HTTPError(Exception):
+class ProtocolError(Exception):
     """A request got no complete response. `str` says why."""
 
 
-class ConnectError(HTTPError):
+class ConnectError(ProtocolError):
     """There is no connection to the server."""
 
 
@@ -56,7 +56,7 @@ class ResponseParser:
         """Add bytes; return the pieces of the body in them.
 
         Raises:
-            HTTPError: this is no HTTP/1.1 response, or has an encoding that was not asked for.
+            ProtocolError: this is no HTTP/1.1 response, or has an encoding that was not asked for.
         """
         if self._held:
             data, self._held = self._held + data, b""
@@ -73,12 +73,12 @@ class ResponseParser:
         return [piece] if piece else []
 
     def end(self) -> None:
-        """The connection has been closed. Raises HTTPError if the response is not complete."""
+        """The connection has been closed. Raises ProtocolError if the response is not complete."""
         if self._until_close:
             self.complete = True
         if not self.complete:
             what = "in the middle of the response" if self.status else "before it answered"
-            raise HTTPError(f"the server closed the connection {what}")
+            raise ProtocolError(f"the server closed the connection {what}")
 
     def _chunks(self, data: bytes) -> list[bytes]:
         pieces, place, size = [], 0, len(data)
@@ -94,7 +94,7 @@ class ResponseParser:
             if end < 0:
                 self._held = data[place:]
                 if len(self._held) > _MAX_HEAD:
-                    raise HTTPError("a line of the chunked body is too long")
+                    raise ProtocolError("a line of the chunked body is too long")
                 break
             line = data[place:end].rstrip(b"\r")
             place = end + 1
@@ -106,27 +106,27 @@ class ResponseParser:
                 self._left = _chunk_size(line) if not self._after_chunk else -1
                 if self._left < 0:
                     shown = shortened(printable(line.decode("latin-1")), 40)
-                    raise HTTPError(f"bad chunked body: {shown!r} is no size of a chunk")
+                    raise ProtocolError(f"bad chunked body: {shown!r} is no size of a chunk")
                 self._in_trailers = not self._left
         return pieces
 
     def _read_head(self, data: bytes) -> bytes:
         """Parse status line and headers. Returns what follows them; b"" if they are not complete."""
         if data[:5] != b"HTTP/"[: len(data)]:
-            raise HTTPError(f"the answer is not HTTP: it begins with {shortened(printable(data.decode('latin-1')), 40)!r}")
+            raise ProtocolError(f"the answer is not HTTP: it begins with {shortened(printable(data.decode('latin-1')), 40)!r}")
         end, width = data.find(b"\r\n\r\n"), 4
         if end < 0:
             end, width = data.find(b"\n\n"), 2
         if end < 0:
             if len(data) > _MAX_HEAD:
-                raise HTTPError("the head of the response is too long")
+                raise ProtocolError("the head of the response is too long")
             self._held = data
             return b""
         first, *lines = data[:end].decode("latin-1").splitlines()
         version, _, rest = first.partition(" ")
         code, _, self.reason = rest.partition(" ")
         if version not in ("HTTP/1.1", "HTTP/1.0") or not (len(code) == 3 and code.isascii() and code.isdigit()):
-            raise HTTPError(f"the answer is not HTTP/1.1: it begins with {shortened(printable(first), 40)!r}")
+            raise ProtocolError(f"the answer is not HTTP/1.1: it begins with {shortened(printable(first), 40)!r}")
         if code[0] == "1":  # an interim response: another one follows
             return self._read_head(data[end + width :])
         self.status = int(code)
@@ -137,7 +137,8 @@ class ResponseParser:
     def _body_form(self, version: str) -> None:
         self.keeps_alive = version == "HTTP/1.1" and self.headers.get("connection", "").lower() != "close"
         if self.headers.get("content-encoding", "identity") != "identity":
-            raise HTTPError(f"the answer is compressed ({printable(self.headers['content-encoding'])}), which was not asked for")
+            encoding = printable(self.headers["content-encoding"])
+            raise ProtocolError(f"the answer is compressed ({encoding}), which was not asked for")
         length = self.headers.get("content-length")
         self._chunked = self.headers.get("transfer-encoding", "").lower().endswith("chunked")
         if self._chunked:
@@ -149,7 +150,7 @@ class ResponseParser:
             self._left = int(length)
             self.complete = not self._left
         else:
-            raise HTTPError(f"bad content-length {shortened(printable(length), 40)!r}")
+            raise ProtocolError(f"bad content-length {shortened(printable(length), 40)!r}")
 
 
 def _chunk_size(line: bytes) -> int:
@@ -169,14 +170,14 @@ class EventParser:
         """Add bytes; return the data of the events that they complete.
 
         Raises:
-            HTTPError: an event has more than 16 MiB.
+            ProtocolError: an event has more than 16 MiB.
         """
         alone = not self._held and self._data is None and piece.startswith(b"data: ") and piece.endswith(b"\n\n")
         if alone and piece.find(b"\n") == len(piece) - 2:  # by far the most pieces: one event
             return [piece[6:-2]]
         *lines, self._held = (self._held + piece).split(b"\n")
         if len(self._held) + len(self._data or b"") > _MAX_EVENT:
-            raise HTTPError("an event of the stream has more than 16 MiB")
+            raise ProtocolError("an event of the stream has more than 16 MiB")
         events = []
         for line in lines:
             line = line.removesuffix(b"\r")
@@ -259,7 +260,7 @@ class _Connection(asyncio.BufferedProtocol):
         if left > 0:
             self._loop.call_later(left, self._check_silence, exchange, timeout)
         else:
-            exchange.done.set_exception(HTTPError(f"the server sent nothing for {timeout:g} s"))
+            exchange.done.set_exception(ProtocolError(f"the server sent nothing for {timeout:g} s"))
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
@@ -275,7 +276,7 @@ class _Connection(asyncio.BufferedProtocol):
         exchange.last_read, exchange.answered = now, True
         try:
             self._read(exchange, bytes(self._view[:nbytes]), now)
-        except HTTPError as error:
+        except ProtocolError as error:
             exchange.done.set_exception(error)
 
     def _read(self, exchange: _Exchange, data: bytes, now: float) -> None:
@@ -311,10 +312,10 @@ class _Connection(asyncio.BufferedProtocol):
         self.dropped = not exchange.answered
         try:
             if error is not None:
-                raise HTTPError(f"the connection broke: {error}")
+                raise ProtocolError(f"the connection broke: {error}")
             exchange.response.end()
             self._finish(exchange, time.perf_counter())
-        except HTTPError as failure:
+        except ProtocolError as failure:
             exchange.done.set_exception(failure)
 
 
@@ -362,13 +363,13 @@ class HTTPClient:
 
         Raises:
             ConnectError: no connection.
-            HTTPError: the response is damaged or not complete, or nothing arrived for too long.
+            ProtocolError: the response is damaged or not complete, or nothing arrived for too long.
         """
         while True:
             connection, kept = await self._connection()
             try:
                 response = await connection.send(request, on_events, self._timeout)
-            except HTTPError:
+            except ProtocolError:
                 if kept and connection.dropped:
                     continue
                 raise

@@ -13,7 +13,7 @@ from typing import Any
 
 from minirt.bench.serve import workload as work
 from minirt.bench.serve.client import Outcome, Target, generate, refusal
-from minirt.bench.serve.http import ConnectError, HTTPError
+from minirt.bench.serve.http import ConnectError, ProtocolError
 from minirt.bench.serve.worker import READY, Share, Usage
 from minirt.bench.serve.workload import Workload
 from minirt.errors import MinirtError, printable, shortened
@@ -72,7 +72,7 @@ def _get(target: Target, path: str, required: bool) -> Any:
         finally:
             client.close()
         if response.status != 200:
-            raise HTTPError(refusal(response))
+            raise ProtocolError(refusal(response))
         return json.loads(response.body)
 
     try:
@@ -80,10 +80,10 @@ def _get(target: Target, path: str, required: bool) -> Any:
     except ConnectError as error:
         hint = "start the server, or correct --base-url"
         raise MinirtError(f"no connection: {error}", where=target.base_url, hint=hint) from error
-    except (HTTPError, ValueError, RecursionError) as error:
+    except (ProtocolError, ValueError, RecursionError) as error:
         if not required:
             return None
-        what = str(error) if isinstance(error, HTTPError) else "the answer is not JSON"
+        what = str(error) if isinstance(error, ProtocolError) else "the answer is not JSON"
         hint = "is this an OpenAI-compatible server? If it has no list of models, use --model"
         hint = "wait until the server is ready" if what.startswith("HTTP 503") else hint
         raise MinirtError(what, where=target.base_url + path, hint=hint) from error

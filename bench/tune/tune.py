@@ -34,7 +34,7 @@ StepClock = Callable[[Case, Sequence[Any]], list[float]]  # a case and configura
 
 
 @dataclass
-class Outcome:
+class TuningResult:
     """The result of tuning one case. All times come from the confirming run.
 
     Attributes:
@@ -55,7 +55,7 @@ class Outcome:
     best_step_s: float | None = None
 
 
-def tune(case: Case, time: Clock | None = None, step: StepClock | None = None) -> Outcome:
+def tune(case: Case, time: Clock | None = None, step: StepClock | None = None) -> TuningResult:
     """Time a case's candidates and choose the best configuration.
 
     Args:
@@ -83,7 +83,7 @@ def tune(case: Case, time: Clock | None = None, step: StepClock | None = None) -
     fastest = ranked[0] if ranked and _beats(ranked[0], case.default, MARGIN, first, second) else None
     default_us = second[case.default]
     best_us = default_us if fastest is None else second[fastest]
-    outcome = Outcome(case.bucket, fastest, default_us, best_us, len(candidates), failed)
+    outcome = TuningResult(case.bucket, fastest, default_us, best_us, len(candidates), failed)
     if fastest is not None and step is not None and case.tokens is not None:
         outcome.config, outcome.default_step_s, outcome.best_step_s = _in_steps(case, ranked[:FINALISTS], step)
     return outcome
@@ -143,7 +143,7 @@ def _chain(launch: Callable[[Any], None], config: Any) -> None:
         launch(config)
 
 
-def row(family: str, outcome: Outcome) -> Row:
+def row(family: str, outcome: TuningResult) -> Row:
     """Return an outcome as a row of the report: configurations by `repr`, times in seconds."""
     return {
         "kernel": family, "bucket": outcome.bucket, "config": None if outcome.config is None else repr(outcome.config),

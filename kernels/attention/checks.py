@@ -4,10 +4,11 @@ import torch
 from torch import Tensor
 
 from minirt.errors import InputError, UnsupportedError
-from minirt.kernels.attention.limits import ANY, MAX_DRAFTS, MAX_GROUP
+from minirt.kernels.attention.limits import ANY, MAX_GROUP
 from minirt.kernels.attention.operands import AttentionInput, KVPages, Rope
 from minirt.kernels.checks import check_activations, check_tensor
 from minirt.kernels.launch import capability
+from minirt.kernels.speculative.limits import MAX_DRAFTS
 
 
 def check_pages(pages: KVPages, Nkv: int | None, D: int, x: Tensor) -> None:

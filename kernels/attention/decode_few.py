@@ -14,12 +14,12 @@ import triton.language as tl
 
 from minirt.kernels.attention.constants import Constants
 from minirt.kernels.attention.decode import DecodeConfig, find_work_item, split_slots
-from minirt.kernels.attention.limits import MAX_DRAFTS
 from minirt.kernels.attention.online_softmax import attend, blank, existing, fuses, gate_output, prepare, whole
 from minirt.kernels.attention.operands import AttentionFacts, AttentionInput, decode_lookup_size
 from minirt.kernels.compile.tuning import Family
 from minirt.kernels.launch import Gpu, launch_options, most_registers, next_power_of_2, sm_count
 from minirt.kernels.prepared import prepared
+from minirt.kernels.speculative.limits import MAX_DRAFTS
 
 QUERIES = 1 + MAX_DRAFTS  # the most new tokens of a sequence
 

@@ -11,7 +11,6 @@ HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)  # channels of a head
 # for the attention of prompts. The copies take 0.5 GB with Llama-3.1-8B.
 MAX_WIDENED_TOKENS = 131_072
 MAX_GROUP = 16  # query heads that share a KV head
-MAX_DRAFTS = 7  # of a sequence: `decode_few` computes at most one token and 7 drafts after it in one read of K and V
 FORMATS = ("fp16", "fp32", "fp8", "fp8_fp32")  # of KV pages, see `regimes.AttentionLimits`
 # What all kernels of attention take. Their checks of arguments follow it.
 ANY = AttentionLimits(FORMATS, HEAD_DIMS, raw=False, page_size=16, group=MAX_GROUP)

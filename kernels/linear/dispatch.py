@@ -265,11 +265,11 @@ def _check(product: Product) -> None:
         return
     values, tiles = ep.row_maxima, row_maxima_tiles(x.shape[0], weight, x.dtype, ep.scale)
     if not tiles:
-        what, found = "no kernel stores row maxima of this product", f"{x.shape[0]} rows of {x.dtype}"
-        raise InputError(what, where="row_maxima", expected="None", found=found)
+        what, shown = "no kernel stores row maxima of this product", f"{x.shape[0]} rows of {x.dtype}"
+        raise InputError(what, where="row_maxima", expected="None", found=shown)
     if (values.dtype, tuple(values.shape), values.stride(-1)) != (torch.int64, (x.shape[0], tiles), 1):
-        expected, found = f"int64 [{x.shape[0]}, {tiles}], rows contiguous", f"{values.dtype} {list(values.shape)}"
-        raise InputError("wrong tensor", where="row_maxima.values", expected=expected, found=found)
+        expected, shown = f"int64 [{x.shape[0]}, {tiles}], rows contiguous", f"{values.dtype} {list(values.shape)}"
+        raise InputError("wrong tensor", where="row_maxima.values", expected=expected, found=shown)
     if ep.logits_needed is None:
         raise InputError("missing", where="row_maxima.logits_needed", expected="an int32 tensor of one value")
     check_tensor("row_maxima.logits_needed", ep.logits_needed, (1,), torch.int32, x.device)

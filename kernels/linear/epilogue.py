@@ -7,8 +7,8 @@ Triton and Gluon kernels call the same functions, as these contain nothing that 
 import triton
 import triton.language as tl
 
+from minirt.kernels.argmax import MAX_INT, pack, sortable
 from minirt.kernels.arrival import arrive_last
-from minirt.kernels.sampling.filters import MAX_INT, pack, sortable
 
 
 @triton.jit

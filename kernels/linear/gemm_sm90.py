@@ -786,8 +786,8 @@ def gemm_sm90(product: Product, config: GemmSm90Config | None = None) -> None:
     whole = whole_tiles(tiles, c.programs) if strips else tiles
     sums, counters = None, None
     if row_maxima is not None and (gated or residual is not None or c.split > 1 or row_maxima.shape[1] != tiles_n):
-        expected, found = f"a plain product, {tiles_n} places", f"{c}, {row_maxima.shape[1]} places"
-        raise InputError("this product stores no row maxima", where="row_maxima", expected=expected, found=found)
+        expected, shown = f"a plain product, {tiles_n} places", f"{c}, {row_maxima.shape[1]} places"
+        raise InputError("this product stores no row maxima", where="row_maxima", expected=expected, found=shown)
     if c.split > 1:
         if c.groups > 2:
             raise InputError("K is split for two groups of warps only", where="config", found=c)

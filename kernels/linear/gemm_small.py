@@ -273,8 +273,8 @@ def gemm_small(product: Product, config: GemmSmallConfig | None = None) -> None:
         split = even_parts(cdiv(K, c.block_k), c.split)
         sums, counters = product.workspace.sums(tiles * split * c.block_n * block_t), product.workspace.counters(tiles)
     if ep.row_maxima is not None and (product.gated or ep.row_maxima.shape[1] != tiles):
-        expected, found = f"a plain product, {tiles} places", f"{ep.activation}, {ep.row_maxima.shape[1]} places"
-        raise InputError("this product stores no row maxima", where="row_maxima", expected=expected, found=found)
+        expected, shown = f"a plain product, {tiles} places", f"{ep.activation}, {ep.row_maxima.shape[1]} places"
+        raise InputError("this product stores no row maxima", where="row_maxima", expected=expected, found=shown)
     tma = c.tma and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
     operands = (x, weight)
     if tma:

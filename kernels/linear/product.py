@@ -19,7 +19,7 @@ _new = tuple.__new__
 class RowMaxima(NamedTuple):
     """Where an LM head stores the largest logit of each row in each tile of columns, so that greedy sampling reads no logits.
 
-    `values` [T, P] int64: a logit and its column, packed by `sampling.filters.pack`; P is `dispatch.row_maxima_tiles` for T
+    `values` [T, P] int64: a logit and its column, packed by `argmax.pack`; P is `dispatch.row_maxima_tiles` for T
     rows. A head that stores row maxima writes the logits only if `logits_needed` [1] int32, on the device, is not 0.
     """
 

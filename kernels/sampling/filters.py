@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minirt.kernels.argmax import LOWEST, MAX_INT, sortable
 from minirt.kernels.launch import cdiv
 from minirt.kernels.prepared import prepared
 from minirt.kernels.sampling.batch import SamplingBatch
@@ -24,8 +25,6 @@ NUM_SUMS = tl.constexpr(64)  # for each row: 2 filters × (16 bins, then 15 bins
 MASS_SCALE = tl.constexpr(2.0**40)
 _ONE = tl.constexpr(0x3F800000)  # the bits of 1.0 in fp32
 _INFINITY = tl.constexpr(0x7F800000)
-MAX_INT = tl.constexpr(2**31 - 1)
-LOWEST = tl.constexpr(-(2**63))
 _LEAST = tl.constexpr(2.0**-40)  # lighter tokens have no mass
 # What is known of a row: its largest logit, the distance from there to the smallest finite maximum of a block, the winner's logit
 # and weight, and the weight of the lightest token that top-p may keep.
@@ -76,38 +75,6 @@ class SamplingWorkspace:
         )  # fmt: skip
         self.buffers = Buffers(*(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes))
         self.buffers.arrivals.zero_()
-
-
-@triton.jit
-def sortable(x):
-    """fp32 → int32 in the same order; -0 and 0 become equal, and NaN becomes the largest."""
-    bits = x.to(tl.int32, bitcast=True)
-    return tl.where(x == 0, 0, tl.where(x == x, bits ^ ((bits >> 31) & MAX_INT), MAX_INT))
-
-
-@triton.jit
-def logit_of(packed):
-    """The fp32 logit in the upper half of a packed maximum."""
-    key = (packed >> 32).to(tl.int32)
-    return (key ^ ((key >> 31) & MAX_INT)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def token_of(packed):
-    """The index in the lower half of a packed maximum."""
-    return (packed & MAX_INT) ^ MAX_INT
-
-
-@triton.jit
-def greedy_token(packed):
-    """The token of a row whose largest logit, packed, this is: int64; -1 if it is NaN or infinite."""
-    return tl.where(tl.abs(logit_of(packed)) < float("inf"), token_of(packed), -1)
-
-
-@triton.jit
-def pack(key, v):
-    """Key and index v as one int64. The largest has the largest key and, among equal keys, the lowest index."""
-    return (key.to(tl.int64) << 32) | (v ^ MAX_INT).to(tl.int64)
 
 
 @triton.jit

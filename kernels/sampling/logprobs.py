@@ -10,10 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.errors import InputError
+from minirt.kernels.argmax import LOWEST, logit_of, pack, sortable, token_of
 from minirt.kernels.checks import check_tensor
 from minirt.kernels.launch import cdiv, next_power_of_2
 from minirt.kernels.prepared import prepared
-from minirt.kernels.sampling.filters import BLOCK_V, LOWEST, MAX_INT, logit_of, pack, row_block, sortable
+from minirt.kernels.sampling.filters import BLOCK_V, row_block
 
 MAX_TOP = 20  # tokens that can be listed for each row
 _MOST = tl.constexpr(MAX_TOP)
@@ -72,7 +73,7 @@ def _combine_kernel(
     packed = tl.load(candidates_ptr + b.to(tl.int64) * SPLITS * _MOST + c, mask=inside, other=LOWEST)
     for i in range(count):
         best = tl.max(packed, 0)
-        tl.store(out_ptr + 2 + i, ((best & MAX_INT) ^ MAX_INT).to(tl.int32))
+        tl.store(out_ptr + 2 + i, token_of(best).to(tl.int32))
         tl.store(out_ptr + 2 + _MOST + i, ((logit_of(best) - top) - log_sum).to(tl.int32, bitcast=True))
         packed = tl.where(packed == best, LOWEST, packed)
 

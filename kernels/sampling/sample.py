@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.errors import InputError
+from minirt.kernels.argmax import LOWEST, MAX_INT, greedy_token, logit_of, pack, sortable, token_of
 from minirt.kernels.arrival import arrive_last
 from minirt.kernels.attention.online_softmax import log2
 from minirt.kernels.checks import check_tensor
@@ -31,9 +32,7 @@ from minirt.kernels.sampling.batch import DTYPES, SamplingBatch
 from minirt.kernels.sampling.filters import (
     BLOCK_V,
     LIGHTEST,
-    LOWEST,
     MASS_SCALE,
-    MAX_INT,
     MOST_ROWS,
     NUM_FACTS,
     NUM_SUMS,
@@ -43,16 +42,11 @@ from minirt.kernels.sampling.filters import (
     WINNER_WEIGHT,
     SamplingWorkspace,
     after_top_k,
-    greedy_token,
     has_top_k,
     has_top_p,
-    logit_of,
-    pack,
     row_block,
     select,
-    sortable,
     target_mass,
-    token_of,
     weights_of,
 )
 
@@ -310,9 +304,9 @@ def sample(
                 check_tensor(name, tensor, (logits.shape[0],), dtype, logits.device)
         given = None if row_maxima is None else (row_maxima.dtype, row_maxima.ndim, len(row_maxima), row_maxima.stride(-1))
         if row_maxima is not None and given != (torch.int64, 2, len(logits), 1):
-            found = f"{row_maxima.dtype} {list(row_maxima.shape)}, strides {row_maxima.stride()}"
+            shown = f"{row_maxima.dtype} {list(row_maxima.shape)}, strides {row_maxima.stride()}"
             expected = f"int64 [{len(logits)}, any], rows contiguous"
-            raise InputError("wrong shape", where="row_maxima", expected=expected, found=found)
+            raise InputError("wrong shape", where="row_maxima", expected=expected, found=shown)
         if not 0 < logits.shape[1] <= MAX_VOCAB:
             raise InputError("wrong vocabulary size", where="logits", expected="1 to 2**22", found=logits.shape[1])
     B, V = logits.shape
@@ -322,8 +316,8 @@ def sample(
         workspace = SamplingWorkspace(B, V, logits.device, greedy_only=all_greedy)
     elif check and (workspace.max_batch < B or workspace.vocab < V or (workspace.greedy_only and not all_greedy)):
         expected = f"at least {B} rows of {V} logits" + ("" if all_greedy else " with buffers for sampling")
-        found = f"{workspace.max_batch} rows of {workspace.vocab} logits" + (", greedy only" if workspace.greedy_only else "")
-        raise InputError("too small", where="workspace", expected=expected, found=found)
+        shown = f"{workspace.max_batch} rows of {workspace.vocab} logits" + (", greedy only" if workspace.greedy_only else "")
+        raise InputError("too small", where="workspace", expected=expected, found=shown)
     if not B:
         return out
     if all_greedy and row_maxima is not None:

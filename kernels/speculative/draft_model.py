@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minirt.kernels.argmax import LOWEST, pack, sortable, token_of
 from minirt.kernels.launch import cdiv, next_power_of_2
 from minirt.kernels.prepared import compile_time, prepared
-from minirt.kernels.sampling.filters import pack, sortable
 from minirt.kernels.speculative.draft_model_reference import LEAST_TEMPERATURE, DraftTokens
 from minirt.kernels.step import table as words
 from minirt.kernels.step.table import Columns, Rows
@@ -22,7 +22,6 @@ _NUM_CACHED, _NUM_NEXT, _FINAL_LEN = map(tl.constexpr, (words.NUM_CACHED, words.
 _PROMPT_LEN, _SEED, _TEMPERATURE = map(tl.constexpr, (words.PROMPT_LEN, words.SEED, words.TEMPERATURE))
 _MATCHED, _NEXT_TOKENS = map(tl.constexpr, (words.MATCHED, words.NEXT_TOKENS))
 _LEAST = tl.constexpr(LEAST_TEMPERATURE)
-_MAX_INT, _LOWEST = tl.constexpr(2**31 - 1), tl.constexpr(-(2**63))
 _BLOCK = 256  # rows or sequences that a program handles at a time
 _BLOCK_V = 1024  # ids of a program
 
@@ -100,7 +99,7 @@ def _race_kernel(logits_ptr, names_ptr, table_ptr, slots_ptr, best_ptr, R, numbe
         t = 1.0 - u  # -log1p(-u) by Kahan's identity, as in `sampling.sample`
         noise = tl.where(t == 1.0, u, tl.div_rn(tl.log(t) * u, tl.where(t == 1.0, 1.0, t - 1.0)))
         x = tl.where(inside, tl.div_rn(x, temperature) - tl.log(noise), float("-inf"))
-    tl.store(best_ptr + b * tl.num_programs(0) + split, tl.max(tl.where(inside, pack(sortable(x), v), _LOWEST), 0))
+    tl.store(best_ptr + b * tl.num_programs(0) + split, tl.max(tl.where(inside, pack(sortable(x), v), LOWEST), 0))
 
 
 @triton.jit
@@ -125,8 +124,8 @@ def _draw_kernel(table_ptr, slots_ptr, best_ptr, names_ptr, out, number, SPLITS,
     slot, live, cached, room = _further(table_ptr, slots_ptr, b, b >= 0, C)
     row_ptr = table_ptr + slot.to(tl.int64) * C.WORDS
     s = tl.arange(0, BLOCK_S)
-    best = tl.max(tl.load(best_ptr + b.to(tl.int64) * SPLITS + s, mask=s < SPLITS, other=_LOWEST), 0)
-    draft = ((best & _MAX_INT) ^ _MAX_INT).to(tl.int32)
+    best = tl.max(tl.load(best_ptr + b.to(tl.int64) * SPLITS + s, mask=s < SPLITS, other=LOWEST), 0)
+    draft = token_of(best).to(tl.int32)
     if names_ptr is not None:
         draft = tl.load(names_ptr + draft).to(tl.int32)
     drawn = live & (room >= number)

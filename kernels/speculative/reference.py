@@ -63,5 +63,5 @@ def check(columns: Columns, most: int, shortest: int, longest: int) -> None:
     if not 1 <= most <= columns.drafts:
         raise InputError("not an acceptable value", where="most", expected=f"1 to {columns.drafts}", found=most)
     if not 1 <= shortest <= longest <= LONGEST:
-        expected, found = f"1 <= shortest <= longest <= {LONGEST}", f"{shortest} and {longest}"
-        raise InputError("not acceptable values", where="shortest, longest", expected=expected, found=found)
+        expected, shown = f"1 <= shortest <= longest <= {LONGEST}", f"{shortest} and {longest}"
+        raise InputError("not acceptable values", where="shortest, longest", expected=expected, found=shown)

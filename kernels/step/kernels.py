@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minirt.kernels.argmax import LOWEST, greedy_token
 from minirt.kernels.launch import cdiv, next_power_of_2
 from minirt.kernels.prepared import compile_time, prepared
 from minirt.kernels.sampling.batch import COLUMNS, SamplingBatch
-from minirt.kernels.sampling.filters import LOWEST, greedy_token
 from minirt.kernels.step import table as words
 from minirt.kernels.step.table import Columns, Rows, StepTensors
 

@@ -18,7 +18,7 @@ from minirt.settings import setting
 if TYPE_CHECKING:
     import torch
 
-    from minirt.bench.kernels.benchmark import Limits, Point
+    from minirt.bench.kernels.benchmark import Point, Roofline
 
 _CPU_TOKENS, _CPU_CONTEXTS = (1, 3), (40,)  # in the interpreter, one matrix product takes seconds
 
@@ -86,13 +86,13 @@ def kernels(ctx: click.Context, names: tuple[str, ...], listing: bool, **options
         contexts = contexts or (_CPU_CONTEXTS if any(benchmark.BENCHMARKS[name].context for name in chosen) else None)
     points = benchmark.points(chosen, configs, dtype, device, tokens, contexts)
     with torch.random.fork_rng(devices=[]):
-        rows, limits, event_s = _measure(points, device, dtype, options)
+        rows, roofline, event_s = _measure(points, device, dtype, options)
     slower = [] if older is None else benchmark.compare(rows, older)
     from minirt.bench.kernels.report import KernelReport, context, draw
     from minirt.bench.report import machine
 
-    about = machine("kernels", device, words_of(ctx), limits.read if limits else None)
-    products = [vars(product) for product in limits.products.values()] if limits else []
+    about = machine("kernels", device, words_of(ctx), roofline.read if roofline else None)
+    products = [vars(product) for product in roofline.products.values()] if roofline else []
     report = KernelReport(context(about, rows, slower, products, event_s), rows)
     print_report(report, options)
     if options["pictures"] is not None:
@@ -125,8 +125,8 @@ def _read_baseline(name: str, device: "torch.device") -> list[dict[str, Any]]:
 
 def _measure(
     points: "list[Point]", device: "torch.device", dtype: "torch.dtype", options: dict[str, Any]
-) -> "tuple[list[dict[str, Any]], Limits | None, float | None]":
-    """A row for each point; on a GPU, the limits and the seconds that every time includes."""
+) -> "tuple[list[dict[str, Any]], Roofline | None, float | None]":
+    """A row for each point; on a GPU, the roofline and the seconds that every time includes."""
     import torch
 
     from minirt.bench.kernels import benchmark
@@ -137,7 +137,7 @@ def _measure(
     cuda, progress, rows = device.type == "cuda", progress_of(options), []
     if not cuda:
         progress(f"{NO_SPEED}; one kernel takes seconds.")
-    limits = benchmark.measure_limits(device, dtype) if cuda else None
+    roofline = benchmark.measure_roofline(device, dtype) if cuda else None
     repeats = options["repeats"] or (20 if cuda else 1)
     compiled = cuda if options["compiled"] is None else options["compiled"]
     with on_device(device):
@@ -145,10 +145,10 @@ def _measure(
         event_s = clock.nothing() if isinstance(clock, benchmark.ColdClock) else None
         for i, point in enumerate(points, 1):
             progress(f"{i}/{len(points)} {point}")
-            rows.append(benchmark.measure(point, limits, clock, repeats, compiled))
+            rows.append(benchmark.measure(point, roofline, clock, repeats, compiled))
             if cuda:
                 torch.cuda.empty_cache()
-    return rows, limits, event_s
+    return rows, roofline, event_s
 
 
 def _judge(texts: list[str], what: str, kind: type[MinirtError]) -> None:

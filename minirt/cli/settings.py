@@ -81,7 +81,7 @@ _TYPES: dict[Any, tuple[Any, bool]] = {
 }  # fmt: skip
 
 
-class Choice(click.Choice):
+class LazyChoice(click.Choice):
     """A choice of texts, or of those that a function returns, which is called when they are needed."""
 
     def __init__(self, choices: Sequence[str] | Callable[[], Sequence[str]]) -> None:
@@ -119,7 +119,7 @@ def option_of(kind: type, name: str, title: str, **changes: Any) -> Callable:
     elif isinstance(record.kind, click.ParamType):
         facts["type"] = record.kind
     elif isinstance(record.kind, tuple) or callable(record.kind):
-        facts["type"] = Choice(record.kind)
+        facts["type"] = LazyChoice(record.kind)
     elif record.kind in _KINDS:
         facts["type"] = _KINDS[record.kind]
     else:

@@ -19,7 +19,7 @@ from minirt.settings import setting
 if TYPE_CHECKING:
     import torch
 
-    from minirt.bench.tune.tune import Outcome, StepClock
+    from minirt.bench.tune.tune import StepClock, TuningResult
     from minirt.bench.tune.whole_steps import Steps
     from minirt.kernels.compile.tuning import LinearShape
     from minirt.loading.options import LoadOptions
@@ -157,7 +157,7 @@ def fixed_kernels(model: "Model") -> list[str]:
     return list(dict.fromkeys(regime.kernel for table in tables for regime in table))
 
 
-def _line(name: str, outcome: "Outcome") -> str:
+def _line(name: str, outcome: "TuningResult") -> str:
     what = f"{outcome.default_us:.1f}"
     what += f" → {outcome.best_us:.1f} µs in chains" if outcome.best_us < outcome.default_us else " µs"
     if outcome.default_step_s is not None and outcome.best_step_s is not None:

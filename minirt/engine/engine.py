@@ -136,10 +136,11 @@ class Engine:
         scheduler, allocator, cached = self._scheduler, self._cache.allocator, self.prefix_cache_stats
         running = len(scheduler.running)
         return EngineStats(
-            running, len(self._requests) - running, 1 - allocator.num_free / allocator.num_pages, scheduler.num_preemptions,
-            cached.queries if cached else 0, cached.hits if cached else 0, self._collector.num_generated,
-            DraftStats() if self._drafts is None else self._drafts.stats,
-            cached.recomputed if cached and self.keeps_states else None,
+            num_running=running, num_waiting=len(self._requests) - running,
+            kv_cache_usage=1 - allocator.num_free / allocator.num_pages, num_preemptions=scheduler.num_preemptions,
+            prefix_cache_queries=cached.queries if cached else 0, prefix_cache_hits=cached.hits if cached else 0,
+            prefix_cache_recomputed=cached.recomputed if cached and self.keeps_states else None,
+            generation_tokens=self._collector.num_generated, drafts=DraftStats() if self._drafts is None else self._drafts.stats,
         )  # fmt: skip
 
     def peak_memory(self) -> int:
@@ -333,4 +334,4 @@ class Engine:
 
     def _fail(self, request_id: int, error: MinirtError) -> TokenOutput:
         self.abort(request_id, failed=True)
-        return TokenOutput(request_id, (), "error", error)
+        return TokenOutput(request_id, (), "error", error=error)

@@ -11,7 +11,7 @@ from minirt.step.batch import Batch
 class Proposer(Protocol):
     """Proposes drafts: tokens that may follow a slot's next token. They are verified in the next step.
 
-    `max_drafts`: the most for a slot, up to `kernels.attention.limits.MAX_DRAFTS`. `needs_history`: whether rows of the table
+    `max_drafts`: the most for a slot, up to `kernels.speculative.limits.MAX_DRAFTS`. `needs_history`: whether rows of the table
     have all tokens of their sequences. `capturable`, if it has this attribute: whether `propose` may be a part of CUDA graphs,
     which run it again with new values in the same tensors.
     """

@@ -128,12 +128,12 @@ class EngineStats(NamedTuple):
         prefix_cache_recomputed: see `PrefixCacheStats`; None: no states are kept.
     """
 
-    num_running: int
-    num_waiting: int
-    kv_cache_usage: float
-    num_preemptions: int
-    prefix_cache_queries: int
-    prefix_cache_hits: int
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
     generation_tokens: int = 0
     drafts: DraftStats = DraftStats()
     prefix_cache_recomputed: int | None = None

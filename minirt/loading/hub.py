@@ -1,4 +1,4 @@
-"""`resolve`: from a model's name to its files, in a local folder or in a Hub repository (downloaded into the Hub cache)."""
+"""`find_model_files`: from a model's name to its files, in a folder or in a Hub repository (downloaded into the Hub cache)."""
 
 import contextlib
 import errno
@@ -54,7 +54,7 @@ class ModelFiles:
     hf_quant_config: dict[str, Any] | None = None
 
 
-def resolve(
+def find_model_files(
     model: str, *, revision: str | None = None, token: str | None = None, weights: bool = True, progress: bool = True,
     check: Check = lambda config, file: None,
 ) -> ModelFiles:

@@ -18,13 +18,13 @@ from minirt.errors import ConfigError, InputError, MinirtError, ModelNotFoundErr
 from minirt.layers import Layer
 from minirt.loading import checkpoint
 from minirt.loading.checkpoint import Entry
-from minirt.loading.hub import ModelFiles, remote_headers, resolve, with_present_weights
+from minirt.loading.effective_options import pick_dtype, pick_kv_dtype, pick_length
+from minirt.loading.hub import ModelFiles, find_model_files, remote_headers, with_present_weights
+from minirt.loading.inferred_config import inferred_config
 from minirt.loading.memory import MemoryPlan, does_not_fit, out_of_memory_while, plan_memory, sequences_that_fit
 from minirt.loading.options import EMBEDDED, LoadOptions
-from minirt.loading.resolve import pick_dtype, pick_kv_dtype, pick_length
 from minirt.loading.stored_experts import fuse_experts
 from minirt.loading.stored_formats import StoredFormats, stored_formats
-from minirt.loading.unstated import settle
 from minirt.modeling.config import Fields, ModelConfig, check_token_ids
 from minirt.modeling.formats import FormatChoice, Quantization
 from minirt.modeling.model import CANNOT, Model, in_order
@@ -71,7 +71,7 @@ def find(model: str | Path, revision: str | None, *, need_weights: bool, progres
         return Source(None, preset.config, preset.quantization)
     try:
         name = preset.hub_id if preset else name
-        files = resolve(name, revision=revision, weights=need_weights, progress=progress, check=models.parse_config)
+        files = find_model_files(name, revision=revision, weights=need_weights, progress=progress, check=models.parse_config)
     except ModelNotFoundError as error:
         raise _with_advice(error, name, preset, revision) from error
     config_file = str(files.folder / "config.json")
@@ -126,7 +126,7 @@ def build(
         layers = in_order(config, options.layers(config) if options.layers else models.build(config))
         fuse_experts(layers, entries)
         model = Model(config, layers, choose_formats(options, layers, source, entries, device))
-    if drafts := options.drafts[0]:  # states are larger, which plans count
+    if drafts := options.draft_needs.max_drafts:  # states are larger, which plans count
         model.keep_undo(1 + drafts)
     return model
 
@@ -189,7 +189,7 @@ def faster_fp8(formats: Quantization, layers: Sequence[Layer]) -> Quantization:
     if not small:
         return formats
     note = f"{len(small)} small weights stay in 16 bits: to round their inputs to FP8 would take longer than it saves"
-    return replace(formats, kept=frozenset(name for linear in small for name in linear.modules), notes=(note,))
+    return replace(formats, unquantized=frozenset(name for linear in small for name in linear.modules), notes=(note,))
 
 
 def plan_model(options: LoadOptions, gpu: AbsentGPU | None = None) -> Model:
@@ -327,9 +327,9 @@ def _changed(options: LoadOptions, changes: dict[str, Any], gpu: AbsentGPU | Non
 
 
 def _settled(source: Source, files: ModelFiles) -> tuple[Source, Mapping[str, Entry], str | None]:
-    """The model with what the headers of its local weight files settle, the headers, and a note; see `settle`."""
+    """The model with what the headers of its local weight files settle, the headers, and a note; see `inferred_config`."""
     entries = checkpoint.read_headers(files.weight_files, files.weight_index, tied=source.config.tie_word_embeddings)
-    config, note = settle(files.config, source.config, entries)
+    config, note = inferred_config(files.config, source.config, entries)
     if config.tie_word_embeddings != source.config.tie_word_embeddings:
         entries = checkpoint.read_headers(files.weight_files, files.weight_index, tied=config.tie_word_embeddings)
     return source._replace(config=config), entries, note

@@ -160,9 +160,11 @@ def plan_memory(
     if options.max_num_batched_tokens is not None:
         candidates = (options.max_num_batched_tokens,)
     estimate = partial(estimate_step, model, cuda_graphs=options.cuda_graphs)
-    step, pages, snapshots, (drafts, history) = 0, 0, 0, options.drafts
+    step, pages, snapshots, drafts = 0, 0, 0, options.draft_needs
     for tokens in candidates:
-        limits = EngineLimits(length, options.max_num_seqs, tokens, max_drafts=drafts, keeps_history=history)
+        limits = EngineLimits(
+            length, options.max_num_seqs, tokens, max_drafts=drafts.max_drafts, keeps_history=drafts.needs_history
+        )
         needed = 0 if on_cpu else (step_bytes or estimate)(limits)
         if needed is None:
             continue

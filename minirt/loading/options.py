@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from minirt.layers import Layer
     from minirt.modeling.config import ModelConfig
     from minirt.modeling.formats import Quantization
-    from minirt.speculative.options import SpeculativeOptions
+    from minirt.speculative.options import DraftNeeds, SpeculativeOptions
 
 EMBEDDED = "embedded"  # the name of the model that is part of the package
 OF_GENERATE = {name: f"generate takes {hint}" for name, hint in OF_SAMPLING.items()}
@@ -170,24 +170,22 @@ class LoadOptions(Settings):
             if isinstance(self.speculative, Mapping):
                 with inside("speculative"):
                     self._set("speculative", SpeculativeOptions(**self.speculative))
-        self.drafts  # noqa: B018  (checks `speculative`)
+            self.draft_needs  # noqa: B018  (checks `speculative`)
 
     @classmethod
     def _place(cls, name: str) -> str:
         return settings_of(cls)[name].option_name or name
 
     @property
-    def drafts(self) -> tuple[int, bool]:
-        """The drafts of a sequence, at most, and whether the proposer needs the history of sequences.
+    def draft_needs(self) -> "DraftNeeds":
+        """What an engine keeps for drafts.
 
         Raises:
             ConfigError: `speculative` is neither options nor a proposer.
         """
-        if self.speculative is None:
-            return 0, False
-        from minirt.speculative.options import drafts_of
+        from minirt.speculative.options import draft_needs
 
-        return drafts_of(self.speculative)
+        return draft_needs(self.speculative)
 
     @property
     def kv_bytes(self) -> int | None:

@@ -137,7 +137,9 @@ class _Search:
     def format(self, module: str, scheme: Scheme | Int4Scheme) -> LinearFormat:
         """The format of a quantized linear."""
         if isinstance(scheme, Int4Scheme):
-            return formats.StoredInt4(scheme, scheme.layout == "gptq" and (scheme.ordered or f"{module}.g_idx" in self.entries))
+            indices = scheme.layout.indices_name
+            has_indices = indices is not None and (scheme.ordered or f"{module}.{indices}" in self.entries)
+            return formats.StoredInt4(scheme, has_indices)
         name = scheme.scale_name
         return formats.StoredFp8Blocks(name) if scheme.scales == "block" else formats.StoredFp8(scheme.scales == "tensor", name)
 
@@ -147,10 +149,10 @@ class _Search:
 
     def scheme(self, module: str) -> Scheme | Int4Scheme | None:
         """How a linear is stored; None: not quantized."""
-        said = self.stated.scheme(module, self.stored_name(module)) if self.stated else None
-        silent = self.stated is not None and module in self.stated.silent
+        scheme = self.stated.scheme(module, self.stored_name(module)) if self.stated else None
+        ignored_by_default = self.stated is not None and module in self.stated.ignored_by_default
         if not self.seen:
-            return None if silent else said
+            return None if ignored_by_default else scheme
         names, scales = self.names(module, "weight", *_PACKED), self.names(module, *_SCALES)
         weight = self.entries[f"{module}.{names[-1]}"] if names else None
         if weight is None or (names == ["weight"] and weight.dtype in FLOATS):
@@ -159,8 +161,8 @@ class _Search:
                 place = self.entries[f"{module}.{scales[0]}"].place
                 raise CheckpointError("a scale without a quantized weight", where=place, expected=E4M3, found=dtype)
             if weight is None:
-                return said  # that a tensor is missing is found when the headers are compared with the model
-            if said is not None and not silent:
+                return scheme  # that a tensor is missing is found when the headers are compared with the model
+            if scheme is not None and not ignored_by_default:
                 self.unlisted.append(module)
             return None
         if len(names) > 1:
@@ -173,24 +175,24 @@ class _Search:
             what, expected = "the weight is FP8, but config.json states no quantization", "a quantization_config"
             hint = "its numbers have a meaning only with their scales"
             raise CheckpointError(what, where=weight.place, expected=expected, hint=hint)
-        layout = said.tensors if isinstance(said, Int4Scheme) else said
+        layout = scheme.layout if isinstance(scheme, Int4Scheme) else scheme
         if not scales:
             what, name = "the quantized weight has no scale", layout.scale_name if layout else _SCALES[0]
             hint = "the checkpoint is incomplete"
             raise CheckpointError(what, where=weight.place, expected=f"{module}.{name}", hint=hint)
-        if said is None or layout is None:
+        if scheme is None or layout is None:
             what = f"the weight {'has 4 bits' if four_bits else 'is quantized'}, but config.json says it is not"
             raise ConfigError(what, where=weight.place, found=weight.dtype, hint=f"correct {self.stated.field}")
-        if isinstance(said, Scheme) and said.scales == "tensor" and self.stated.method == "fp8" and len(scales) == 1:
-            said = layout = replace(said, scale_name=scales[0])  # vLLM's and transformers' names of it
+        if isinstance(scheme, Scheme) and scheme.scales == "tensor" and self.stated.method == "fp8" and len(scales) == 1:
+            scheme = layout = replace(scheme, scale_name=scales[0])  # vLLM's and transformers' names of it
         for what, name, stored in (("weight", layout.value_name, names), ("scale", layout.scale_name, scales)):
             if stored != [name]:
-                what, expected = f"the {what} is not that of the stated format", f"{name} ({said})"
+                what, expected = f"the {what} is not that of the stated format", f"{name} ({scheme})"
                 raise CheckpointError(what, where=weight.place, expected=expected, found=", ".join(stored))
-        packed = said.tensors if isinstance(said, Int4Scheme) and said.symmetric else None
+        packed = scheme.layout if isinstance(scheme, Int4Scheme) and scheme.symmetric else None
         if packed and not packed.symmetric_zeros and (zeros := self.entries.get(f"{module}.{packed.zero_name}")):
             raise CheckpointError("zero points of symmetric weights", where=zeros.place, expected="none", found="a tensor")
-        return said
+        return scheme
 
     def stored_name(self, module: str) -> str | None:
         """The prefix of a linear's tensors in the files; None: as in the model."""

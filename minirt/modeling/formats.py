@@ -26,7 +26,6 @@ FLOATS = ("F32", "F16", "BF16")  # names of dtypes in safetensors files
 E4M3 = "F8_E4M3"
 INT32 = "I32"
 INT64 = "I64"
-_INDICES = "g_idx"  # the last component of the name of a tensor with the group of each column
 
 
 class TensorSpec(NamedTuple):
@@ -51,7 +50,7 @@ class TensorSpec(NamedTuple):
     pieces: bool = False
 
 
-class Kept(NamedTuple):
+class PackedTensors(NamedTuple):
     """What is kept of a packed linear: `weight` and `scale` of its format, and the numbers of rows of its parts."""
 
     weight: Tensor
@@ -95,7 +94,7 @@ class LinearFormat(ABC):
         `what`: the last component of its name."""
         return 0
 
-    def load(self, what: str, source: Tensor, kept: Kept, place: slice, first: int = 0) -> None:
+    def load(self, what: str, source: Tensor, target: PackedTensors, place: slice, first: int = 0) -> None:
         """Copy a checkpoint tensor of one part into its rows. The default quantizes weights of 16 or 32 bits.
 
         Args:
@@ -104,7 +103,7 @@ class LinearFormat(ABC):
             place: the rows of the part.
             first: the first row of `source` within the part; other than 0 only if the tensor's spec has `pieces`.
         """
-        self.store_rows(source, kept.weight, kept.scale, kept.rows, place.start + first)
+        self.store_rows(source, target.weight, target.scale, target.rows, place.start + first)
 
     @abstractmethod
     def quantize(self, source: Tensor, scale_rows: Tensor) -> Tensor:
@@ -169,11 +168,11 @@ class QuantizedToFp8(LinearFormat):
 class _Stored(LinearFormat):
     """Values in the checkpoint as they are kept, with a scale that `place_scale` keeps."""
 
-    def load(self, what: str, source: Tensor, kept: Kept, place: slice, first: int = 0) -> None:
+    def load(self, what: str, source: Tensor, target: PackedTensors, place: slice, first: int = 0) -> None:
         if what == "weight":
-            kept.weight[place.start + first :][: source.shape[0]].copy_(source)
+            target.weight[place.start + first :][: source.shape[0]].copy_(source)
         else:
-            self.place_scale(source, kept.scale, kept.rows, place)
+            self.place_scale(source, target.scale, target.rows, place)
 
     @abstractmethod
     def place_scale(self, source: Tensor, scale: Tensor, rows: Sequence[int], place: slice) -> None:
@@ -293,12 +292,12 @@ class StoredInt4(_Int4):
 
     Attributes:
         scheme: what the checkpoint's tensors are.
-        indices: whether there is a `g_idx`. Only the order of columns without `desc_act` is supported: the group of column k is
-            k // g.
+        has_indices: whether the checkpoint has the tensor `scheme.layout.indices_name`. Only the order of columns without
+            `desc_act` is supported: the group of column k is k // g.
     """
 
     scheme: Int4Scheme
-    indices: bool = False
+    has_indices: bool = False
 
     @property
     def group(self) -> int:  # type: ignore[override]
@@ -307,7 +306,7 @@ class StoredInt4(_Int4):
 
     def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
         """AutoRound writes negative scales of symmetric weights: the largest value of a group then has the code -8."""
-        layout, symmetric = self.scheme.tensors, self.scheme.symmetric
+        layout, symmetric = self.scheme.layout, self.scheme.symmetric
         groups = 1 if self.scheme.group is None else -(-K // self.scheme.group)
         words = (-(-rows // 8), K) if layout.by_rows else (rows, -(-K // 8))
 
@@ -323,22 +322,22 @@ class StoredInt4(_Int4):
             yield TensorSpec(f"{module}.{layout.shape_name}", (2,), (INT64, INT32), values=(rows, K))
         if layout.symmetric_zeros or not symmetric:
             yield TensorSpec(f"{module}.{layout.zero_name}", stored((-(-rows // 8), groups)), (INT32,))
-        if self.indices:
-            yield TensorSpec(f"{module}.{_INDICES}", (K,), (INT32, INT64))
+        if self.has_indices:
+            yield TensorSpec(f"{module}.{layout.indices_name}", (K,), (INT32, INT64))
 
     def dimension_of_rows(self, what: str) -> int | None:
-        layout = self.scheme.tensors
-        return None if what in (layout.shape_name, _INDICES) else int(layout.transposed)
+        layout = self.scheme.layout
+        return None if what in (layout.shape_name, layout.indices_name) else int(layout.transposed)
 
-    def load(self, what: str, source: Tensor, kept: Kept, place: slice, first: int = 0) -> None:
-        layout, rows = self.scheme.tensors, place.stop - place.start
+    def load(self, what: str, source: Tensor, target: PackedTensors, place: slice, first: int = 0) -> None:
+        layout, rows = self.scheme.layout, place.stop - place.start
         if what == layout.value_name:
-            self._place_codes(source, kept.weight, place)
+            self._place_codes(source, target.weight, place)
         elif what == layout.scale_name:
-            self._place_scale(source.T if layout.transposed else source.reshape(rows, -1), kept.scale[:, place])
+            self._place_scale(source.T if layout.transposed else source.reshape(rows, -1), target.scale[:, place])
         elif what == layout.zero_name:
-            self._place_zero(self._values(source, by_rows=True)[:rows] + self.scheme.zero_offset, kept.scale[:, place])
-        elif what == _INDICES:
+            self._place_zero(self._values(source, by_rows=True)[:rows] + self.scheme.zero_offset, target.scale[:, place])
+        elif what == layout.indices_name:
             K = source.shape[0]
             if not torch.equal(source.long(), torch.arange(K, device=source.device) // (self.scheme.group or K)):
                 what, expected = "columns in the order of their activations are not supported", "g_idx[k] = k // group_size"
@@ -346,7 +345,7 @@ class StoredInt4(_Int4):
 
     def _values(self, words: Tensor, by_rows: bool) -> Tensor:
         """Stored words as their values [rows, columns], uint8."""
-        layout = self.scheme.tensors
+        layout = self.scheme.layout
         values = _nibbles(words)
         if layout.transposed:
             values = values.transpose(0, 1)
@@ -357,7 +356,7 @@ class StoredInt4(_Int4):
     def _place_codes(self, source: Tensor, weight: Tensor, place: slice) -> None:
         """Repack the words of the rows `place`, in pieces of about `chunk` weights along the first dimension of `source`. Those
         are contiguous, so the device never holds all of a tensor that is stored transposed."""
-        layout, rows = self.scheme.tensors, place.stop - place.start
+        layout, rows = self.scheme.layout, place.stop - place.start
         columns = 1 if layout.by_rows else 8  # of a word
         if layout.transposed:
             step = max(1, self.chunk // rows // INT4_CHUNK) * INT4_CHUNK // columns
@@ -435,13 +434,13 @@ class Quantization(FormatChoice):
 
     `head` None: FP8 covers the head unless it is tied to the embedding; 4 bits never do, as in other producers' checkpoints.
     Small models tie it, and rounding it harms SmolLM2-135M more than rounding all other linears
-    (bench/results/cpu-fp8-quality.jsonl). A quantized copy of it would also take memory. `kept`: checkpoint prefixes of linears
-    that keep the model's dtype, and `notes` why.
+    (bench/results/cpu-fp8-quality.jsonl). A quantized copy of it would also take memory. `unquantized`: checkpoint prefixes of
+    linears that keep the model's dtype, and `notes` why.
     """
 
     format: str
     head: bool | None = None
-    kept: frozenset[str] = frozenset()
+    unquantized: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -454,4 +453,4 @@ class Quantization(FormatChoice):
 
     def format_of(self, modules: Sequence[str], *, head: bool, tied: bool) -> LinearFormat | None:
         covers_head = self.format == "fp8" and not tied if self.head is None else self.head
-        return None if (head and not covers_head) or not self.kept.isdisjoint(modules) else _QUANTIZED[self.format]
+        return None if (head and not covers_head) or not self.unquantized.isdisjoint(modules) else _QUANTIZED[self.format]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minirt.errors import UnsupportedError
-from minirt.modeling.formats import Kept, LinearFormat, TensorSpec
+from minirt.modeling.formats import LinearFormat, PackedTensors, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class PackedLinear(Parameter):
             elif self.format is None or self.scale is None:
                 self._load_rows(taken, place.start + first)
             else:
-                self.format.load(what, taken, Kept(self.weight, self.scale, self.rows), place, first)
+                self.format.load(what, taken, PackedTensors(self.weight, self.scale, self.rows), place, first)
 
     def _load_rows(self, source: Tensor, start: int) -> None:
         """Copy or quantize 16- or 32-bit weights [n, K] into the rows from `start` on."""

@@ -63,6 +63,7 @@ class Int4Layout(NamedTuple):
         nibbles: the nibbles of a word that hold its values in order; None: the lowest bits first.
         shape_name: of a tensor with the shape of the weight; None: there is none.
         symmetric_zeros: whether symmetric weights have zero points, too.
+        indices_name: of a tensor that may hold the group of each column; None: there is none.
     """
 
     value_name: str
@@ -73,13 +74,14 @@ class Int4Layout(NamedTuple):
     nibbles: tuple[int, ...] | None = None
     shape_name: str | None = None
     symmetric_zeros: bool = True
+    indices_name: str | None = None
 
 
 INT4_LAYOUTS = {
     "packed": Int4Layout(  # `pack-quantized` of compressed-tensors
         "weight_packed", "weight_scale", "weight_zero_point", transposed=False, shape_name="weight_shape", symmetric_zeros=False
     ),
-    "gptq": Int4Layout("qweight", "scales", "qzeros"),
+    "gptq": Int4Layout("qweight", "scales", "qzeros", indices_name="g_idx"),
     "awq": Int4Layout("qweight", "scales", "qzeros", by_rows=True, nibbles=(0, 4, 1, 5, 2, 6, 3, 7)),  # its version "gemm"
 }
 
@@ -89,23 +91,20 @@ class Int4Scheme:
     """How the weights of a linear are stored: 4 bits, with a scale for each row and group of columns, and 16-bit activations.
 
     Attributes:
-        layout: which one of INT4_LAYOUTS.
+        layout: one of INT4_LAYOUTS.
         group: columns of a group; None: one group is a whole row.
         symmetric: whether all zero points are 8.
         zero_offset: what is added to a stored zero point: 1 in GPTQ's files of version 1.
-        ordered: whether the columns may be in another order (`desc_act`). Then there must be a `g_idx`, and it decides.
+        ordered: whether the columns may be in another order (`desc_act`). Then there must be a tensor of `indices_name`, and it
+            decides.
     """
 
-    layout: str
+    layout: Int4Layout
     group: int | None = BLOCK
     symmetric: bool = True
     zero_offset: int = 0
     ordered: bool = False
     activations = "16-bit"
-
-    @property
-    def tensors(self) -> Int4Layout:
-        return INT4_LAYOUTS[self.layout]
 
     def __str__(self) -> str:
         groups = "one group a row" if self.group is None else f"groups of {self.group}"
@@ -147,14 +146,14 @@ class QuantizationConfig:
         place: file and field, for messages.
         groups: which linears have which scheme. The most specific entry counts.
         ignore: linears that are not quantized.
-        silent: linears that are usually not quantized, without being listed.
+        ignored_by_default: linears that are usually not quantized, without being listed.
     """
 
     method: str
     place: str
     groups: tuple[tuple[Modules, Scheme | Int4Scheme], ...]
     ignore: Modules
-    silent: frozenset[str] = frozenset()
+    ignored_by_default: frozenset[str] = frozenset()
 
     def scheme(self, module: str, stored: str | None = None) -> Scheme | Int4Scheme | None:
         """The stated scheme of a linear, by its checkpoint prefix; None: not quantized.
@@ -179,11 +178,11 @@ class QuantizationConfig:
 
 def _of_all(
     method: str, fields: Fields, scheme: Scheme | Int4Scheme, ignore: Modules, *, field: str = "quant_method",
-    silent: Iterable[str] = ("lm_head",),
+    ignored_by_default: Iterable[str] = ("lm_head",),
 ) -> QuantizationConfig:  # fmt: skip
     """The quantization of a method with one scheme for all linears. `field`: the one that states it."""
     linears = Modules(frozenset(), linears=True)
-    return QuantizationConfig(method, fields.place(field), ((linears, scheme),), ignore, frozenset(silent))
+    return QuantizationConfig(method, fields.place(field), ((linears, scheme),), ignore, frozenset(ignored_by_default))
 
 
 def read_quantization(config: Fields, hf_quant_config: Fields | None = None) -> QuantizationConfig | None:
@@ -351,7 +350,7 @@ def _read_packed(group: Fields, weights: Fields) -> Int4Scheme:
     weights.only("dynamic", False, hint=LOAD_UNQUANTIZED)
     for name in ("input_activations", "output_activations"):
         group.only(name, what="only 16-bit activations are supported with 4-bit weights", hint=LOAD_UNQUANTIZED)
-    return Int4Scheme("packed", size, weights.boolean("symmetric", default=True))
+    return Int4Scheme(INT4_LAYOUTS["packed"], size, weights.boolean("symmetric", default=True))
 
 
 def _read_group_size(fields: Fields, name: str, bits: str | None = None) -> int | None:
@@ -382,7 +381,7 @@ def _read_gptq(fields: Fields) -> QuantizationConfig:
         elif settings != {}:  # an entry without settings changes nothing: Qwen's releases have some
             what, hint = "settings of single modules are not supported", "only '-:' entries, which exclude modules, are supported"
             raise fields.unsupported("dynamic", what, found=shown(pattern), hint=hint)
-    scheme = Int4Scheme("gptq", group, fields.boolean("sym", default=True), versions[version], ordered)
+    scheme = Int4Scheme(INT4_LAYOUTS["gptq"], group, fields.boolean("sym", default=True), versions[version], ordered)
     return _of_all("gptq", fields, scheme, _listed(fields, "dynamic", skipped))
 
 
@@ -400,7 +399,8 @@ def _read_awq(fields: Fields) -> QuantizationConfig:
         what = "AWQ without zero points is not supported: producers differ in what it means"
         raise fields.unsupported("zero_point", what, "true", hint=LOAD_UNQUANTIZED)
     parts = fields.strings_or_none(name := "modules_to_not_convert") or ()
-    return _of_all("awq", fields, Int4Scheme("awq", group, False), _listed(fields, name, (f"*{part}*" for part in parts)))
+    scheme = Int4Scheme(INT4_LAYOUTS["awq"], group, False)
+    return _of_all("awq", fields, scheme, _listed(fields, name, (f"*{part}*" for part in parts)))
 
 
 # Layout, and what is added to a stored zero point, of each packing_format of AutoRound.
@@ -423,7 +423,7 @@ def _read_auto_round(fields: Fields) -> QuantizationConfig:
             what, expected = "settings of single modules are not supported", "bits: 16, which excludes a module"
             raise module.unsupported("bits", what, expected, found=", ".join(module.raw)[:60], hint=LOAD_UNQUANTIZED)
         skipped.append(name if name.replace(".", "").replace("_", "").isalnum() else f"re:{name}")
-    scheme = Int4Scheme(layout, group, fields.boolean("sym", default=True) and layout == "gptq", zero_offset)
+    scheme = Int4Scheme(INT4_LAYOUTS[layout], group, fields.boolean("sym", default=True) and layout == "gptq", zero_offset)
     return _of_all("auto-round", fields, scheme, _listed(fields, "extra_config", skipped))
 
 
@@ -440,7 +440,7 @@ def _read_modelopt(fields: Fields) -> QuantizationConfig | None:
         hint = _PLANNED if "FP4" in name.upper() or name.upper() == "MIXED_PRECISION" else LOAD_UNQUANTIZED
         raise fields.unsupported("quant_algo", "not supported", " or ".join(_ALGORITHMS), found=shown(name), hint=hint)
     scheme, ignore = Scheme(scales, "weight_scale", "static" if scales == "tensor" else "dynamic"), ("exclude_modules", "ignore")
-    return _of_all("modelopt", fields, scheme, _modules(fields, *ignore), field="quant_algo", silent=())
+    return _of_all("modelopt", fields, scheme, _modules(fields, *ignore), field="quant_algo", ignored_by_default=())
 
 
 METHODS = {

@@ -17,7 +17,7 @@ from minirt.server.conversation import Prepared, ReplyReader
 from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
 from minirt.server.generation import Choice, Generation
-from minirt.server.protocol import Sampling, StreamOptions
+from minirt.server.protocol import SamplingRequest, StreamOptions
 from minirt.text.reply import ContentDelta, Event, ReasoningDelta, ToolCallStart
 from minirt.text.tokenizer import Tokenizer
 
@@ -128,8 +128,8 @@ class ChoicesAnswer(Answer):
     only_echo = False
 
     def __init__(
-        self, front: Front, call: Call, request: Sampling, fields: dict[str, Any], form: EventForm, tokenizer: Tokenizer | None,
-        *, wants_logprobs: bool, parses: bool = False,
+        self, front: Front, call: Call, request: SamplingRequest, fields: dict[str, Any], form: EventForm,
+        tokenizer: Tokenizer | None, *, wants_logprobs: bool, parses: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(call, request.stream)
         chunk, before, after = form

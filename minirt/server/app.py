@@ -12,7 +12,7 @@ from typing import Any
 
 from minirt.errors import MinirtError
 from minirt.foreign_names import similar
-from minirt.server import admin, chat, completions, messages, page, responses, tokenization
+from minirt.server import admin, anthropic, chat, completions, page, responses, tokenization
 from minirt.server.errors import HTTPError, status_of
 from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
@@ -20,7 +20,7 @@ from minirt.server.front import Front
 Handler = Callable[[Front, Exchange], Awaitable[None]]
 # "METHOD path" → handler; "*" at the end stands for any rest. Each module of an API has its own. Those that generate have a
 # time limit.
-_GENERATE: Mapping[str, Handler] = {**chat.ROUTES, **completions.ROUTES, **responses.ROUTES, **messages.ROUTES}
+_GENERATE: Mapping[str, Handler] = {**chat.ROUTES, **completions.ROUTES, **responses.ROUTES, **anthropic.ROUTES}
 ROUTES: Mapping[str, Handler] = {**_GENERATE, **responses.STORED, **tokenization.ROUTES, **admin.ROUTES, **page.ROUTES}
 # First words of paths of OpenAI and vLLM that do something else than generate text, though some are spelled like a path here.
 _NOT_TEXT = ("audio", "batches", "classify", "embeddings", "files", "images", "moderations", "pooling", "rerank", "score")
@@ -47,7 +47,7 @@ class App:
         exchange = Exchange(scope, receive, send, uuid.uuid4().hex, self._options.root_path)
         if (origin := self._allowed_origin(exchange)) is not None:
             exchange.headers += [(b"access-control-allow-origin", origin), (b"vary", b"origin")]
-        messages.adopt(exchange)
+        anthropic.adopt(exchange)
         self._front.exchanges.add(exchange)
         error: MinirtError | None = None
         try:

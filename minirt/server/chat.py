@@ -13,7 +13,7 @@ from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
 from minirt.server.generation import Choice
 from minirt.server.json_size import check_text
-from minirt.server.protocol import Listed, Positive, Sampling, decode
+from minirt.server.protocol import Listed, Positive, SamplingRequest, decode
 from minirt.text.messages import MESSAGE_FIELDS
 from minirt.text.reply import ArgumentsDelta, ContentDelta, Event, ReasoningDelta, Reply, ToolCall, collect
 from minirt.text.tools import Tool, read_tools
@@ -21,7 +21,7 @@ from minirt.text.tools import Tool, read_tools
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-class ChatRequest(Sampling, kw_only=True):
+class ChatRequest(SamplingRequest, kw_only=True):
     """The fields of a request for the next message of a conversation."""
 
     prompt_fields = ("messages",)

@@ -12,7 +12,7 @@ from minirt.server.errors import bad_field, shown
 from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
 from minirt.server.generation import Choice
-from minirt.server.protocol import REFUSED, Int, Listed, Sampling, check_copies, decode, sampling_params
+from minirt.server.protocol import REFUSED, Int, Listed, SamplingRequest, check_copies, decode, sampling_params
 from minirt.text.detokenizer import IncrementalDecoder, incremental_decoder, prompt_text
 
 MAX_CHOICES = 4096  # prompts × n of one request
@@ -27,7 +27,7 @@ _REFUSED = {
 }
 
 
-class CompletionRequest(Sampling, kw_only=True):
+class CompletionRequest(SamplingRequest, kw_only=True):
     """The fields of a request to continue prompts."""
 
     prompt_fields = ("prompt",)

@@ -83,7 +83,7 @@ def _load(connection: _Connection, start: wire.Start) -> Generator:
         import_file(file)
     options = LoadOptions(**start.options)
     files = find(options.model, options.revision, need_weights=not options.random_weights, progress=start.progress).files
-    connection.send(wire.ModelFiles(str(files.folder) if files else None))
+    connection.send(wire.FilesReady(str(files.folder) if files else None))
     with load_bars(start.progress) as progress:
         generator = Generator.from_pretrained(options, progress=progress)
     kept = {}
@@ -119,7 +119,9 @@ class _Server:
             case wire.Abort(request_ids=request_ids):
                 self._thread.abort(request_ids)
             case wire.Ask(request_ids=ids):
-                self._thread.ask(lambda engine: wire.Answer(engine.stats, [*map(engine.num_tokens, ids)]), self._connection.send)
+                self._thread.ask(
+                    lambda engine: wire.EngineState(engine.stats, [*map(engine.num_tokens, ids)]), self._connection.send
+                )
 
     def _submit(self, requests: Sequence[Request]) -> None:
         """Add the requests of one call, or refuse all of them: they have the same prompt, or belong together."""
@@ -129,12 +131,12 @@ class _Server:
             self._thread.submit(requests, self)
         except Exception as error:
             refusal = named(error, "the request cannot be checked")
-            self._connection.send(wire.Step([TokenOutput(request.id, (), "error", refusal) for request in requests]))
+            self._connection.send(wire.StepOutputs([TokenOutput(request.id, (), "error", error=refusal) for request in requests]))
 
     def put(self, outputs: list[TokenOutput]) -> None:
         """Send outputs to the front. Ends the process after the front has ended or the GPU has failed."""
         try:
-            self._connection.send(wire.Step(outputs))
+            self._connection.send(wire.StepOutputs(outputs))
         except OSError:  # the front has ended
             os._exit(1)
         for output in outputs:

@@ -72,7 +72,7 @@ class Common(_FIELDS, msgspec.Struct, kw_only=True):
     prompt_cache_options: Any = None
 
 
-class Sampling(Common, kw_only=True):
+class SamplingRequest(Common, kw_only=True):
     """The fields of both APIs whose answers have choices."""
 
     stream_options: StreamOptions | None = None
@@ -233,7 +233,7 @@ def _check_limits(request: Common) -> None:
     for name in ("structured_outputs", "response_format"):
         if (size := len(msgspec.json.encode(getattr(request, name, None)))) > MAX_GRAMMAR:
             raise bad_field(name, "is too large", expected=f"at most {MAX_GRAMMAR:,} bytes", found=f"{size:,}")
-    if isinstance(request, Sampling):
+    if isinstance(request, SamplingRequest):
         if request.prompt_logprobs is not None and request.stream:
             raise bad_field("prompt_logprobs", "is not for streams", expected="stream: false")
         check_copies(request, request.n or 1)
@@ -249,7 +249,7 @@ def check_texts(name: str, entries: str | Collection[Any], limit: int) -> None:
         raise bad_field(name, "has too long a text", expected=f"at most {MAX_STOP_LENGTH} characters", found=longest)
 
 
-def check_copies(request: Sampling, completions: int) -> None:
+def check_copies(request: SamplingRequest, completions: int) -> None:
     """Raise 400 if the messages to the engine's process would be too large: each completion has all lists and the grammar."""
     sizes = {name: _size(getattr(request, name)) for name in (*SETTINGS, "structured_outputs", "response_format")}
     if sum(sizes.values()) * completions > MAX_COPIES:

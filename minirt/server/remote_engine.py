@@ -36,7 +36,7 @@ class RemoteEngine(asyncio.Protocol):
         self._sinks = Sinks()
         self._ids = itertools.count()
         self._frames = wire.Frames()
-        self._asking: list[asyncio.Future[wire.Answer]] = []  # answers come in the order of the questions
+        self._asking: list[asyncio.Future[wire.EngineState]] = []  # answers come in the order of the questions
         self._transport: asyncio.Transport | None = None
         self._process: subprocess.Popen | None = None
 
@@ -66,7 +66,7 @@ class RemoteEngine(asyncio.Protocol):
         engine._send(start)
         return engine
 
-    # ── a `Backend` for the `Processor` ──
+    # ── an `EngineLike` for the `Processor` ──
 
     @property
     def max_len(self) -> int:
@@ -106,10 +106,10 @@ class RemoteEngine(asyncio.Protocol):
         """Ask how many tokens requests have generated; 0 if a request has ended. The engine answers between two steps."""
         return (await self._ask(request_ids)).counts
 
-    async def _ask(self, request_ids: list[int]) -> wire.Answer:
+    async def _ask(self, request_ids: list[int]) -> wire.EngineState:
         if self._failure is not None:
             raise self._failure.copy()
-        answer: asyncio.Future[wire.Answer] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[wire.EngineState] = asyncio.get_running_loop().create_future()
         self._asking.append(answer)
         self._send(wire.Ask(request_ids))
         return await answer
@@ -144,13 +144,13 @@ class RemoteEngine(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         for message in map(wire.TO_FRONT.decode, self._frames.feed(data)):
             match message:
-                case wire.Step(outputs=outputs):
+                case wire.StepOutputs(outputs=outputs):
                     self._sinks.deliver(outputs)
-                case wire.Answer():
+                case wire.EngineState():
                     question = self._asking.pop(0)
                     if not question.done():
                         question.set_result(message)
-                case wire.ModelFiles(folder=folder) if not self.folder.done():  # else nobody waits any longer
+                case wire.FilesReady(folder=folder) if not self.folder.done():  # else nobody waits any longer
                     self.folder.set_result(folder)
                 case wire.Ready() if not self.ready.done():
                     self.ready.set_result(message)

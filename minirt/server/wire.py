@@ -80,7 +80,7 @@ class Ask(msgspec.Struct, tag=True, array_like=True):
 # ── from the engine ──
 
 
-class ModelFiles(msgspec.Struct, tag=True, array_like=True):
+class FilesReady(msgspec.Struct, tag=True, array_like=True):
     """The model's files are on the disk, and loading begins. `folder` is None if there is no tokenizer to load."""
 
     folder: str | None
@@ -105,13 +105,13 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
     error: MinirtError
 
 
-class Step(msgspec.Struct, tag=True, array_like=True):
+class StepOutputs(msgspec.Struct, tag=True, array_like=True):
     """The outputs of one step."""
 
     outputs: list[TokenOutput]
 
 
-class Answer(msgspec.Struct, tag=True, array_like=True):
+class EngineState(msgspec.Struct, tag=True, array_like=True):
     """The answer to `Ask`. `counts`: a number for each request, 0 if the engine does not have it."""
 
     stats: EngineStats
@@ -119,7 +119,7 @@ class Answer(msgspec.Struct, tag=True, array_like=True):
 
 
 ToEngine = Start | Submit | Abort | Ask
-ToFront = ModelFiles | Ready | Failed | Step | Answer
+ToFront = FilesReady | Ready | Failed | StepOutputs | EngineState
 
 
 _DETAILS = ("where", "expected", "found", "hint")

@@ -2,15 +2,14 @@
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from minirt.errors import ConfigError, MinirtError, UnsupportedError, quoted, shortened
 from minirt.files import parse_json
-from minirt.kernels.speculative.limits import LONGEST
+from minirt.kernels.speculative.limits import LONGEST, MAX_DRAFTS
 from minirt.settings import Integer, Settings, documented, setting, settings_of, switch
 
 METHODS = {"ngram": 4, "mtp": 3}  # with the default of num_speculative_tokens
-MAX_DRAFTS = 7  # a step verifies 8 tokens of a sequence, at most
 DRAFT_VOCAB = 32768  # the default of draft_vocab_size
 # Fields that one method alone has.
 _OF_METHOD = {"ngram": ("prompt_lookup_min", "prompt_lookup_max"), "mtp": ("draft_vocab_size", "draft_vocab_text")}
@@ -155,16 +154,28 @@ class SpeculativeOptions(Settings):
             raise error.at(f"{place}, {error.where}") from None
 
 
-def drafts_of(speculative: Any) -> tuple[int, bool]:
-    """What an engine keeps for `LoadOptions.speculative`: the drafts of a sequence, at most, and whether it needs their history.
+class DraftNeeds(NamedTuple):
+    """What an engine keeps for drafts.
+
+    Attributes:
+        max_drafts: drafts of a sequence, at most.
+        needs_history: whether the proposer reads the tokens of sequences.
+    """
+
+    max_drafts: int = 0
+    needs_history: bool = False
+
+
+def draft_needs(speculative: Any) -> DraftNeeds:
+    """What an engine keeps for `LoadOptions.speculative`.
 
     Raises:
         ConfigError: it is neither options nor a proposer.
     """
     if speculative is None:
-        return 0, False
+        return DraftNeeds()
     if isinstance(speculative, SpeculativeOptions):
-        return speculative.num_speculative_tokens, not speculative.has_draft_model
+        return DraftNeeds(speculative.num_speculative_tokens, not speculative.has_draft_model)
     drafts, history = getattr(speculative, "max_drafts", None), getattr(speculative, "needs_history", None)
     if not callable(getattr(speculative, "propose", None)) or type(history) is not bool or type(drafts) is not int:
         expected = "SpeculativeOptions, or a proposer: propose(table, columns, rows, batch, wanted), max_drafts, needs_history"
@@ -172,4 +183,4 @@ def drafts_of(speculative: Any) -> tuple[int, bool]:
         raise ConfigError("not options of speculative decoding", where="speculative", expected=expected, found=shown)
     if not 0 <= drafts <= MAX_DRAFTS:
         raise ConfigError("too many drafts", where="speculative.max_drafts", expected=f"0 to {MAX_DRAFTS}", found=drafts)
-    return drafts, history
+    return DraftNeeds(drafts, history)

@@ -17,9 +17,9 @@ from minirt.errors import InputError, MinirtError, UnsupportedError, shortened
 from minirt.structured import limits, matchers
 from minirt.structured.enforceable import enforceable
 from minirt.structured.params import StructuredOutputsParams
-from minirt.structured.reasoning import ReasoningEnd, bits
+from minirt.structured.reasoning_end import ReasoningEnd, bits
 from minirt.structured.schema import check_schema, parse_schema, subschemas
-from minirt.text.guarded import Guarded, Stopped
+from minirt.text.limited_processes import LimitedProcesses, Stopped
 from minirt.text.tokenizer import Tokenizer
 from minirt.threads import usable_cpus
 
@@ -178,8 +178,8 @@ class GrammarTokenizer:
         return matcher
 
     @cached_property
-    def _trials(self) -> Guarded:
-        return Guarded(f"{matchers.__name__}:tries", [self._text(), self.vocab, self.end_ids], limits.MAX_TRIAL)
+    def _trials(self) -> LimitedProcesses:
+        return LimitedProcesses(f"{matchers.__name__}:tries", [self._text(), self.vocab, self.end_ids], limits.MAX_TRIAL)
 
 
 def _place(schema: Any, spec: StructuredOutputsParams, error: MinirtError, tokenizer: GrammarTokenizer) -> str:

@@ -9,9 +9,9 @@ together nor the remainders of "multipleOf". What may need those (`is_costly`) c
 import re
 
 from minirt.errors import InputError, shortened
-from minirt.text.guarded import Limits
+from minirt.text.limited_processes import ProcessLimits
 
-MAX_TRIAL = Limits(cpu_seconds=0.5, seconds=30, memory=4 << 30)  # of that process
+MAX_TRIAL = ProcessLimits(cpu_seconds=0.5, seconds=30, memory=4 << 30)  # of that process
 COMPILE_STACK = 64 << 20  # bytes; of address space until they are used
 # Bounds what one path may have: rules, terminals and brackets of a grammar; the levels of all schemas that a "$ref" leads to.
 MAX_LEVELS = 4096

@@ -25,7 +25,7 @@ class IncrementalDecoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
-        self._tokenizer, self._backend = tokenizer, tokenizer._backend
+        self._tokenizer, self._library = tokenizer, tokenizer._library
         # By id: the bytes of a token that is part of a character, the text of another. All decoders of the tokenizer share it.
         self._cache = tokenizer._decoded[skip_special_tokens]
         self._skipped = tokenizer.special_tokens if skip_special_tokens else frozenset[str]()
@@ -50,7 +50,7 @@ class IncrementalDecoder:
         """The entry of `_cache` for a token. A token that is left out, and one that does not exist, have no bytes."""
         if type(token_id) is int and (piece := self._cache.get(token_id)) is not None:
             return piece
-        token = self._backend.id_to_token(token_id)
+        token = self._library.id_to_token(token_id)
         if token is None:
             return b""  # not kept: there are 2**32 of them
         decoded: str | bytes = b""
@@ -153,7 +153,7 @@ class _PieceDecoder(IncrementalDecoder):
     def _begin(self, ids: list[int], inner: str) -> str:
         """Add tokens before which there is no text. `inner`: their text inside a text."""
         start = self._start or []
-        text = self._backend.decode(start + ids, False)
+        text = self._library.decode(start + ids, False)
         if text:
             self._start = None
         elif inner or not start:  # other tokens do not matter to those that follow
@@ -179,7 +179,7 @@ class _WindowDecoder(IncrementalDecoder):
         text = self._unsent()
         if text:  # a token without text is no context for the next token
             self._window = [token_id]
-            self._sent = len(self._backend.decode(self._window, False))
+            self._sent = len(self._library.decode(self._window, False))
         return text
 
     def flush(self) -> str:
@@ -190,7 +190,7 @@ class _WindowDecoder(IncrementalDecoder):
         self._push_last(prompt, lambda pieces: bool(pieces[-1]) and isinstance(pieces[-1], str))
 
     def _unsent(self) -> str:
-        return self._backend.decode(self._window, False)[self._sent :]
+        return self._library.decode(self._window, False)[self._sent :]
 
 
 def incremental_decoder(

@@ -1,4 +1,4 @@
-"""`Renderer`: runs a chat template in a separate process, whose time and memory the operating system limits (`Guarded`).
+"""`Renderer`: runs a chat template in a separate process, whose time and memory the operating system limits (`LimitedProcesses`).
 
 A template is a program that comes with the model. Jinja's sandbox protects Python's internals, but does not prevent endless
 loops, exponential texts or `'a' * 10**9`.
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from minirt.errors import shortened
-from minirt.text.guarded import Guarded, Limits, Stopped
+from minirt.text.limited_processes import LimitedProcesses, ProcessLimits, Stopped
 
 MAX_CPU_SECONDS = 5
 MAX_SECONDS = 60
@@ -30,12 +30,12 @@ class Renderer:
 
     def __init__(self, source: str) -> None:
         self._source = source
-        self._guarded = Guarded(f"{__name__}:renders", source, Limits(MAX_CPU_SECONDS, MAX_SECONDS, MAX_MEMORY))
+        self._processes = LimitedProcesses(f"{__name__}:renders", source, ProcessLimits(MAX_CPU_SECONDS, MAX_SECONDS, MAX_MEMORY))
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """The text of the template with these variables, JSON values. Raises a RenderingError if it fails or is stopped."""
         try:
-            answer = self._guarded.ask(variables)
+            answer = self._processes.ask(variables)
         except Stopped as error:
             raise RenderingError(str(error), stopped=True) from None
         if "error" in answer:

@@ -12,9 +12,9 @@ from types import MappingProxyType
 from typing import Any
 
 from minirt.errors import UnsupportedError, quoted, shortened
-from minirt.text.anchors import Anchor, AnchorSearch, Match
 from minirt.text.json_checker import escaped, is_unicode, json_text
 from minirt.text.reply import Calls, ContentDelta, Event, ReasoningDelta, Trimmer, content
+from minirt.text.stream_search import Match, StreamPattern, StreamSearch
 from minirt.text.tools import Tool, number_json, typed_json
 
 _KEYS = {"version", "defaults", "fields", "start_anchor", "start_anchor_pattern"}
@@ -27,8 +27,8 @@ _PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 @dataclass(frozen=True)
 class _Field:
     kind: str  # content, reasoning or tool_calls
-    open: Anchor | None
-    close: Anchor | None
+    open: StreamPattern | None
+    close: StreamPattern | None
     read: Callable[[str], Any]
     strip: bool
     join: str
@@ -40,7 +40,7 @@ class _Field:
 class ResponseTemplate:
     """A checked template. `implicit` is the field of text that no anchor has opened; None: such text is dropped."""
 
-    start: Anchor
+    start: StreamPattern
     fields: tuple[_Field, ...]
     implicit: _Field | None
 
@@ -79,7 +79,7 @@ def _object(value: object, place: str, keys: set[str] | None) -> dict[str, Any]:
     return value
 
 
-def _anchor(values: Mapping[str, Any], place: str, literal: str, pattern: str) -> Anchor | None:
+def _anchor(values: Mapping[str, Any], place: str, literal: str, pattern: str) -> StreamPattern | None:
     """The anchor under one of two keys; None if there is neither."""
     if literal in values and pattern in values:
         raise UnsupportedError(f"has both {literal} and {pattern}", where=place)
@@ -87,7 +87,7 @@ def _anchor(values: Mapping[str, Any], place: str, literal: str, pattern: str) -
         if not isinstance(values[pattern], str):
             raise UnsupportedError("not a text", where=f"{place}.{pattern}", found=type(values[pattern]).__name__)
         try:
-            return Anchor(pattern=values[pattern])
+            return StreamPattern(pattern=values[pattern])
         except UnsupportedError as error:
             raise error.at(f"{place}.{pattern}") from error
     if literal not in values:
@@ -96,7 +96,7 @@ def _anchor(values: Mapping[str, Any], place: str, literal: str, pattern: str) -
     if not literals or not all(isinstance(text, str) and text for text in literals):
         shown = quoted(values[literal], 80)
         raise UnsupportedError("not a text", where=f"{place}.{literal}", expected="a text or a list of them", found=shown)
-    return Anchor(literals)
+    return StreamPattern(literals)
 
 
 def _read_field(name: str, value: object, place: str) -> _Field:
@@ -174,7 +174,7 @@ def _lines(text: str, line: str, pair: str, strip: Callable[[str], str], value: 
     return {strip(key): value(strip(rest)) for key, separator, rest in parts if separator}
 
 
-def _tags(text: str, tag: Anchor, value: Callable[[str], Any], merge: bool) -> dict[str, Any]:
+def _tags(text: str, tag: StreamPattern, value: Callable[[str], Any], merge: bool) -> dict[str, Any]:
     """The values of tags by key. With `merge`, several values of a key become a list; else the last one counts."""
     tags: dict[str, Any] = {}
     for match in tag.find_all(text):
@@ -283,7 +283,7 @@ class ResponseTemplateParser:
         self._count: dict[str, int] = {}  # regions so far, by kind
         self._text, self._base, self._at = "", 0, 0  # the place of `_text` in all text, and what of it is used
         anchors = [anchor for field in template.fields for anchor in (field.open, field.close) if anchor is not None]
-        self._searches = {id(anchor): AnchorSearch(anchor) for anchor in anchors}
+        self._searches = {id(anchor): StreamSearch(anchor) for anchor in anchors}
         self._region = _Region(template.implicit)
         self._advance(template.prefill(prompt), final=False)
 
@@ -315,7 +315,7 @@ class ResponseTemplateParser:
     def _next(self, final: bool) -> tuple[Match | None, _Field | None, int]:
         """The next anchor, the field that it opens (None: it closes one), and how much of the text can be used without it."""
         inside = self._region.field
-        watched: list[tuple[Anchor, _Field | None]] = []
+        watched: list[tuple[StreamPattern, _Field | None]] = []
         if inside is self._template.implicit:
             watched = [(field.open, field) for field in self._template.fields if field.open is not None]
         if inside is not None and inside.close is not None:

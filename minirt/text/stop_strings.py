@@ -30,6 +30,10 @@ class StopStrings:
         self._held, self._include, self._tokens = "", include, tokens or {}
         self._passed = 0  # characters of the held text in which no stop string may end
 
+    def __bool__(self) -> bool:
+        """Whether there are any. If so, the text decides where a request ends: the engine alone cannot."""
+        return bool(self._stops)
+
     def push(self, text_piece: str, check: bool = True) -> tuple[str, bool]:
         """Add text. Returns (text that is safe to emit, whether a stop string was found); after a match always ("", True).
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from minirt.errors import ConfigError, ContextLengthError, InputError, TokenizerError, printable, quoted, shortened
 from minirt.files import parse_json, present, read_json, read_text
-from minirt.text.backend import Backend
 from minirt.text.chat_template import ChatTemplate
 from minirt.text.tokenizer_file import TokenBound, byte_alphabet, check, decoder_steps, splits_wrongly
+from minirt.text.tokenizers_library import TokenizersLibrary
 from minirt.wording import warn
 
 # Files of tokenizer formats that minirt does not read. A folder with one of them but no tokenizer.json is an error.
@@ -53,10 +53,10 @@ class Tokenizer:
         content = parse_json(text, path, error=TokenizerError)
         older_path = folder / "special_tokens_map.json"
         config, older = _optional(config_path), _optional(older_path)
-        self._backend = Backend(text.encode(), path)
-        check(content, self._backend, path)
+        self._library = TokenizersLibrary(text.encode(), path)
+        check(content, self._library, path)
         self.response_template: Any = config.get("response_template")  # see `minirt.text.response_template`
-        steps = decoder_steps(self._backend, path)
+        steps = decoder_steps(self._library, path)
         self.is_byte_level, self._byte_fallback = steps == ["ByteLevel"], "ByteFallback" in steps
         # Whether a token's text depends on its neighbours, or that of a byte token on its run. Fuse and Strip keep characters.
         after_bytes = steps[steps.index("ByteFallback") + 1 :][:1] if self._byte_fallback else []
@@ -65,9 +65,9 @@ class Tokenizer:
         self._special = {name: text for name, text in texts.items() if text}
         self._chat_template = ChatTemplate(folder, config, self._special)
         self._config = config
-        _check_added_tokens(config.get("added_tokens_decoder"), self._backend, config_path, "added_tokens_decoder")
+        _check_added_tokens(config.get("added_tokens_decoder"), self._library, config_path, "added_tokens_decoder")
         older_added = {str(key): {"content": text} for text, key in _optional(folder / "added_tokens.json").items()}
-        _check_added_tokens(older_added, self._backend, folder, "added_tokens.json")
+        _check_added_tokens(older_added, self._library, folder, "added_tokens.json")
         ids = {name: self.token_id(text) for name, text in self._special.items()}
         self.bos_token_id, self.eos_token_id = ids.get("bos_token"), ids.get("eos_token")
         lost = {name: text for name, text in self._special.items() if ids[name] is None}
@@ -76,14 +76,14 @@ class Tokenizer:
         if lost:
             _warn(f"{config_path}: ignored, since the vocabulary has no such token: {lost}")
         # As in transformers, a token with a name such as bos_token is special even if tokenizer.json does not flag it.
-        flagged = frozenset(text for text, is_special in self._backend.added_tokens().items() if is_special)
+        flagged = frozenset(text for text, is_special in self._library.added_tokens().items() if is_special)
         named = [text for name, text in self._special.items() if ids[name] is not None and text not in flagged]
-        self._backend.add_special_tokens(named)
+        self._library.add_special_tokens(named)
         self.special_tokens = flagged.union(named)
-        added = self._backend.encode("", True)  # a faulty post-processor fails here
+        added = self._library.encode("", True)  # a faulty post-processor fails here
         self._adds_bos = self.bos_token_id in added[:1]
         _check_added_ends(config, {"bos": self._adds_bos, "eos": self.eos_token_id in added[-1:]}, config_path)
-        vocabulary = self._backend.vocabulary()
+        vocabulary = self._library.vocabulary()
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         if splits_wrongly(content, _optional(folder / "config.json"), len(vocabulary)):
             what = "texts are split otherwise than by Mistral's own tokenizer, so some get other tokens than in training"
@@ -119,15 +119,15 @@ class Tokenizer:
 
     def token_id(self, text: str) -> int | None:
         """The id of the token spelled exactly `text`, or None."""
-        return self._backend.token_to_id(text)
+        return self._library.token_to_id(text)
 
     def ids(self) -> frozenset[int]:
         """All token ids. There may be gaps between them."""
-        return frozenset(self._backend.vocabulary().values())
+        return frozenset(self._library.vocabulary().values())
 
     def serialized(self) -> str:
         """It as the content of a tokenizer.json, in which all special tokens are flagged."""
-        return self._backend.serialized()
+        return self._library.serialized()
 
     def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
         """Token ids of a plain prompt, with the special tokens of tokenizer.json's post-processor, but never a second BOS.
@@ -213,15 +213,15 @@ class Tokenizer:
             shown = f"at least {self.min_tokens(text)} tokens, for {len(text)} characters"
             hint = "shorten it; --max-model-len and --kv-cache-memory can raise the limit up to the model's own"
             raise ContextLengthError("the prompt is too long", expected=f"at most {max_tokens} tokens", found=shown, hint=hint)
-        return self._backend.encode(text, add_special_tokens)
+        return self._library.encode(text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`. Ids outside the vocabulary (a model's padding) decode to ""."""
-        return self._backend.decode(ids, skip_special_tokens)
+        return self._library.decode(ids, skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for inside a text, possibly of a part of a character. Unknown ids have none."""
-        token = self._backend.id_to_token(token_id)
+        token = self._library.id_to_token(token_id)
         if token is None:
             return b""
         if self.is_byte_level:
@@ -234,7 +234,7 @@ class Tokenizer:
         """Whether a token stands for bytes that may be part of a character."""
         if self.is_byte_level:
             return True
-        token = self._backend.id_to_token(token_id) if self._byte_fallback else None
+        token = self._library.id_to_token(token_id) if self._byte_fallback else None
         byte = None if token is None else _BYTE_TOKEN.fullmatch(token)
         if byte is None:
             return False
@@ -261,13 +261,13 @@ class Tokenizer:
     @functools.cached_property
     def end_of_turn_id(self) -> int | None:
         """The token that the chat template writes at the end of each answer; None if there is no such token."""
-        text = self._chat_template.end_of_turn(list(self._backend.added_tokens()))
+        text = self._chat_template.end_of_turn(list(self._library.added_tokens()))
         return None if text is None else self.token_id(text)
 
     @functools.cached_property
     def added_ids(self) -> frozenset[int]:
         """The ids of tokens that were added to the vocabulary, such as ends of turns and the tags of tool calls."""
-        ids = (self.token_id(text) for text in {*self._backend.added_tokens(), *self.special_tokens})
+        ids = (self.token_id(text) for text in {*self._library.added_tokens(), *self.special_tokens})
         return frozenset(token for token in ids if token is not None)
 
     @property
@@ -313,11 +313,11 @@ def _check_added_ends(config: Mapping[str, Any], adds: Mapping[str, bool], path:
             _warn(f"{path}: add_{name}_token is ignored, as in transformers 5: tokenizer.json decides, and {what}")
 
 
-def _check_added_tokens(added: Any, backend: Backend, path: Path, name: str) -> None:
+def _check_added_tokens(added: Any, library: TokenizersLibrary, path: Path, name: str) -> None:
     """Warn of tokens in `added` (id → token; `name` in `path`) that tokenizer.json lacks or has with other ids."""
     tokens = added.items() if isinstance(added, dict) else ()
     texts = {key: token.get("content") for key, token in tokens if isinstance(token, dict)}
-    other = [text for key, text in texts.items() if isinstance(text, str) and str(backend.token_to_id(text)) != key]
+    other = [text for key, text in texts.items() if isinstance(text, str) and str(library.token_to_id(text)) != key]
     if other:
         _warn(f"{path}: {name} is ignored; tokenizer.json lacks these tokens, or has other ids: {other[:8]}")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from minirt.errors import TokenizerError, quoted, shortened
-from minirt.text.backend import Backend
+from minirt.text.tokenizers_library import TokenizersLibrary
 
 # Decoders that work token by token, except for byte runs and the start of the text. With them, a window decodes exactly.
 _WINDOW_DECODERS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece", "BPEDecoder"}
@@ -37,9 +37,9 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-def decoder_steps(backend: Backend, path: Path) -> list[str]:
+def decoder_steps(library: TokenizersLibrary, path: Path) -> list[str]:
     """The types of the decoder's steps; [] without a decoder. A decoder that cannot be streamed exactly is an error."""
-    steps = list(_steps(backend.decoder(), "decoders"))
+    steps = list(_steps(library.decoder(), "decoders"))
     names = [step["type"] for step in steps]
     # A strip of several characters needs more than one token of context. A strip at the end takes back emitted text.
     bad = any(step["type"] == "Strip" and (step["start"] > 1 or step["stop"] > 0) for step in steps)
@@ -50,7 +50,7 @@ def decoder_steps(backend: Backend, path: Path) -> list[str]:
     return names
 
 
-def check(content: Mapping[str, Any], backend: Backend, path: Path) -> None:
+def check(content: Mapping[str, Any], library: TokenizersLibrary, path: Path) -> None:
     """Refuse a tokenizer.json that contradicts itself, or whose results vary.
 
     Raises:
@@ -69,8 +69,8 @@ def check(content: Mapping[str, Any], backend: Backend, path: Path) -> None:
         raise TokenizerError("two tokens have one id", where=path, found=shown)
     for added in map(_object, content.get("added_tokens") or ()):
         text, expected = str(added.get("content")), added.get("id")
-        given = backend.token_to_id(text)
-        if given is None or given != expected or backend.id_to_token(given) != text:
+        given = library.token_to_id(text)
+        if given is None or given != expected or library.id_to_token(given) != text:
             # The library gives a text of the vocabulary the vocabulary's id, and any other text the next free id.
             what = f"the added token {quoted(text)} cannot have its id"
             hint = "the vocabulary has the text with another id, or the id is taken, or ids before it are missing"

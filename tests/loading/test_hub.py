@@ -16,7 +16,7 @@ from huggingface_hub.utils import are_progress_bars_disabled
 from support.checkpoints import no_warning
 
 from minirt.errors import CheckpointError, ConfigError, InputError, MinirtError, ModelNotFoundError, UnsupportedError
-from minirt.loading.hub import ModelFiles, resolve
+from minirt.loading.hub import ModelFiles, find_model_files
 from minirt.loading.load import find
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -55,7 +55,7 @@ FOLDERS: dict[str, tuple[dict[str, Any], bool, list[str], bool]] = {  # files, w
 def test_what_is_read_of_a_folder(case: str, tmp_path: Path) -> None:
     """Catches weights of another file, or in another order, and an index that is read though a single file wins."""
     given, weights, names, indexed = FOLDERS[case]
-    files = resolve(fill(tmp_path / "mine", given), weights=weights)
+    files = find_model_files(fill(tmp_path / "mine", given), weights=weights)
     generation = json.loads(given["generation_config.json"]) if "generation_config.json" in given else None
     index = json.loads(INDEX)["weight_map"] if indexed else None
     paths = tuple(tmp_path / "mine" / name for name in names)
@@ -65,11 +65,11 @@ def test_what_is_read_of_a_folder(case: str, tmp_path: Path) -> None:
 def test_relative_and_home_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(tmp_path / "org" / "name", SINGLE)
     monkeypatch.chdir(tmp_path)
-    assert resolve("org/name").folder == Path("org/name")  # a folder takes precedence over a Hub id of the same name
+    assert find_model_files("org/name").folder == Path("org/name")  # a folder takes precedence over a Hub id of the same name
     monkeypatch.chdir(tmp_path / "org" / "name")
-    assert resolve(".").name == "name"
+    assert find_model_files(".").name == "name"
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert resolve("~/org/name").folder == tmp_path / "org" / "name"
+    assert find_model_files("~/org/name").folder == tmp_path / "org" / "name"
 
 
 MISSING = ["/no/such", "./no", "../no", "~nobody-of-this-name/x", "a/b/c", "org/name/", ".x/y", "x" * 5000 + "//"]
@@ -82,18 +82,18 @@ def test_path_that_is_not_there_is_not_asked_of_the_hub(model: str, words: str, 
     """Catches a download under the name of a folder that was mistyped."""
     monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=AssertionError("asked the Hub")))
     with pytest.raises(ModelNotFoundError, match=words):
-        resolve(model)
+        find_model_files(model)
 
 
 def test_what_is_no_folder_of_a_model(tmp_path: Path) -> None:
     """A file, a folder without config.json, and a revision of a folder, which has none."""
     folder = fill(tmp_path, SINGLE)
     with pytest.raises(ModelNotFoundError, match="is a file"):
-        resolve(f"{folder}/model.safetensors")
+        find_model_files(f"{folder}/model.safetensors")
     with pytest.raises(InputError, match="revision"):
-        resolve(folder, revision="main")
+        find_model_files(folder, revision="main")
     with pytest.raises(ModelNotFoundError, match=r"no config\.json.*found llama\.gguf; GGUF files are not supported"):
-        resolve(fill(tmp_path / "gguf", {"llama.gguf": ""}))
+        find_model_files(fill(tmp_path / "gguf", {"llama.gguf": ""}))
 
 
 def test_gguf_is_refused_with_the_reason(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_gguf_is_refused_with_the_reason(tmp_path: Path) -> None:
         assert "--quantize int4" in str(caught.value)
     plain = fill(tmp_path / "gguf tools", {"config.json": "{}", "pytorch_model.bin": ""})
     with pytest.raises(MinirtError) as caught:
-        resolve(plain)
+        find_model_files(plain)
     assert "GGUF" not in str(caught.value), "the folder holds something else"
 
 
@@ -124,7 +124,7 @@ def test_damaged_json_is_named(name: str, content: bytes | None, tmp_path: Path)
     else:
         fill(tmp_path, {name: content})
     with pytest.raises(ConfigError) as caught:
-        resolve(folder)
+        find_model_files(folder)
     assert caught.value.where == tmp_path / name
 
 
@@ -139,7 +139,7 @@ def test_shard_names_are_plain_names(shard: str, tmp_path: Path) -> None:
     fill(tmp_path, {"up.safetensors": "there"})
     fill(tmp_path / "model" / "sub", {"x.safetensors": "there"})
     with pytest.raises(CheckpointError, match="bad shard name") as caught:
-        resolve(fill(tmp_path / "model", SHARDED | {"model.safetensors.index.json": index}))
+        find_model_files(fill(tmp_path / "model", SHARDED | {"model.safetensors.index.json": index}))
     assert repr(shard)[:80] in str(caught.value)
     assert len(str(caught.value)) < 500
 
@@ -156,7 +156,7 @@ BAD_INDEX += [
 def test_an_index_that_says_something_else(content: Any, words: str, tmp_path: Path) -> None:
     """Catches an error of Python in place of the field's name."""
     with pytest.raises(CheckpointError, match=words):
-        resolve(fill(tmp_path, SHARDED | {"model.safetensors.index.json": json.dumps(content)}))
+        find_model_files(fill(tmp_path, SHARDED | {"model.safetensors.index.json": json.dumps(content)}))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_an_index_that_says_something_else(content: Any, words: str, tmp_path: P
 def test_metadata_of_the_index(metadata: Any, expected: Any, tmp_path: Path) -> None:
     """Catches a size that is lost, or an index without one that is refused."""
     index = json.dumps({"metadata": metadata, "weight_map": MAP})
-    assert resolve(fill(tmp_path, SHARDED | {"model.safetensors.index.json": index})).total_size == expected
+    assert find_model_files(fill(tmp_path, SHARDED | {"model.safetensors.index.json": index})).total_size == expected
 
 
 @pytest.mark.parametrize(("files", "words"), [
@@ -179,7 +179,7 @@ def test_metadata_of_the_index(metadata: Any, expected: Any, tmp_path: Path) -> 
 ])  # fmt: skip
 def test_no_usable_weights(files: list[str], words: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor") as caught:
-        resolve(fill(tmp_path, {"config.json": "{}"} | dict.fromkeys(files, "")))
+        find_model_files(fill(tmp_path, {"config.json": "{}"} | dict.fromkeys(files, "")))
     assert words in str(caught.value)
 
 
@@ -199,10 +199,10 @@ def test_broken_links_do_not_count_as_absent(name: str, tmp_path: Path) -> None:
     folder = fill(tmp_path, SHARDED)
     replace_by_link(tmp_path / name, tmp_path / "gone")
     with pytest.raises(ConfigError, match=f"{name}: cannot be read: the link leads nowhere"):
-        resolve(folder)
+        find_model_files(folder)
     replace_by_link(tmp_path / name, name)  # a link to itself
     with pytest.raises(ConfigError, match=rf"{name}: cannot be read: .*symbolic links"):
-        resolve(folder)
+        find_model_files(folder)
 
 
 @pytest.mark.parametrize(("files", "name", "words"), [
@@ -215,7 +215,7 @@ def test_weights_that_are_a_broken_link(files: dict[str, Any], name: str, words:
     folder = fill(tmp_path, files)
     replace_by_link(tmp_path / name, tmp_path / "gone")
     with pytest.raises(CheckpointError, match=words):
-        resolve(folder)
+        find_model_files(folder)
 
 
 def test_links_to_files_are_taken(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_links_to_files_are_taken(tmp_path: Path) -> None:
     for path in (tmp_path / "blobs").iterdir():
         (tmp_path / "model" / path.name).symlink_to(f"../blobs/{path.name}")
     (tmp_path / "again").symlink_to("model")
-    files = resolve(str(tmp_path / "again"))
+    files = find_model_files(str(tmp_path / "again"))
     assert [file.name for file in files.weight_files] == SHARDS
     assert files.generation_config == {}
 
@@ -242,7 +242,7 @@ def test_links_in_place_of_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for model in ("org/loop", "loop", "loop/model", "org/broken", "broken"):
         words = ".*symbolic links" if "loop" in model else "the link leads nowhere"
         with pytest.raises(ModelNotFoundError, match=f"{model}: cannot be looked up: {words}"):
-            resolve(model)
+            find_model_files(model)
 
 
 def test_names_that_are_not_utf8(tmp_path: Path) -> None:
@@ -250,13 +250,13 @@ def test_names_that_are_not_utf8(tmp_path: Path) -> None:
     os.mkdir(folder)
     fill(Path(folder), SINGLE)
     with pytest.raises(ModelNotFoundError, match=r"caf\\udce9': the folder's name is not UTF-8") as caught:
-        resolve(folder)
+        find_model_files(folder)
     str(caught.value).encode()
     (tmp_path / "link").symlink_to(folder)
-    assert resolve(str(tmp_path / "link")).weight_files == (tmp_path / "link" / "model.safetensors",)
+    assert find_model_files(str(tmp_path / "link")).weight_files == (tmp_path / "link" / "model.safetensors",)
     for absent in (folder + "s", "caf\udce9", "org/caf\udce9", "\ud800", "org/\ud800"):
         with pytest.raises(ModelNotFoundError):
-            resolve(absent)
+            find_model_files(absent)
 
 
 # --- the index against the folder ---
@@ -268,10 +268,10 @@ EXTRA = "model-00003-of-00002.safetensors"
 def test_shards_that_are_not_read_are_warned_about(tmp_path: Path) -> None:
     folder = fill(tmp_path / "sharded", SHARDED | {EXTRA: "2"})
     with pytest.warns(UserWarning, match=rf"sharded: 1 weight files are not read, since .*index\.json does not name .*{EXTRA}"):
-        assert len(resolve(folder).weight_files) == 2
+        assert len(find_model_files(folder).weight_files) == 2
     folder = fill(tmp_path / "both", SINGLE | SHARDED)
     with pytest.warns(UserWarning, match=rf"both: 2 .* not read, since model\.safetensors takes .*{SHARDS[0]}.*{SHARDS[1]}"):
-        assert len(resolve(folder).weight_files) == 1
+        assert len(find_model_files(folder).weight_files) == 1
 
 
 QUIRKS = ["README.md", ".gitattributes", "consolidated.safetensors", "consolidated-00001-of-00002.safetensors", "params.json"]
@@ -284,7 +284,7 @@ def test_what_published_folders_hold_besides(tmp_path: Path) -> None:
         folder = fill(tmp_path / name, files | dict.fromkeys(QUIRKS, "x"))
         fill(tmp_path / name / "original", {"consolidated.00.pth": "x", "params.json": "{", "model.safetensors": "x"})
         with no_warning():
-            read = {file.name for file in resolve(folder).weight_files}
+            read = {file.name for file in find_model_files(folder).weight_files}
         assert read == ({"model.safetensors"} if name == "single" else set(SHARDS))
 
 
@@ -304,10 +304,10 @@ def cache(home: Path, repo: str, files: dict[str, Any]) -> None:
 OFFLINE = """
 import json, sys
 from minirt.errors import MinirtError
-from minirt.loading.hub import resolve
+from minirt.loading.hub import find_model_files
 for model, options in json.loads(sys.argv[1]):
     try:
-        files = resolve(model, **options)
+        files = find_model_files(model, **options)
         print(json.dumps([files.name, files.revision, [file.name for file in files.weight_files], files.config]))
     except MinirtError as error:
         print(json.dumps([type(error).__name__, str(error), error.__cause__ is not None]))
@@ -401,7 +401,7 @@ def test_only_needed_files_of_one_commit_are_fetched(
     hub = PretendedHub(tmp_path, files | REST | NEVER)
     hub.install(monkeypatch)
     before = are_progress_bars_disabled()
-    model = resolve("org/name", revision="main", token="secret", weights=weights, progress=False)
+    model = find_model_files("org/name", revision="main", token="secret", weights=weights, progress=False)
     assert (model.name, model.revision, model.folder) == ("org/name", COMMIT, hub.folder)
     assert [file.name for file in model.weight_files] == expected
     index = ["model.safetensors.index.json"] if weights and "model.safetensors.index.json" in files else []
@@ -436,7 +436,7 @@ def test_hub_models_that_cannot_be_used(files: dict, error: Any, words: str, tmp
     hub = PretendedHub(tmp_path, files)
     hub.install(monkeypatch)
     with pytest.raises(error, match=words):
-        resolve("org/name", token="secret")
+        find_model_files("org/name", token="secret")
     assert len(hub.revisions) == 1
 
 
@@ -464,14 +464,14 @@ def test_hub_errors_say_the_cause_and_the_remedy(error: Exception, words: tuple,
     monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=error))
     before = are_progress_bars_disabled()
     with pytest.raises(ModelNotFoundError) as caught:
-        resolve("org/name", revision="v2", progress=False)
+        find_model_files("org/name", revision="v2", progress=False)
     assert caught.value.__cause__ is error
     assert all(word in str(caught.value) for word in ("org/name", *words))
     assert "second line" not in str(caught.value)
     assert are_progress_bars_disabled() == before
     monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        resolve("org/name")
+        find_model_files("org/name")
 
 
 def test_failure_after_the_first_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -479,4 +479,4 @@ def test_failure_after_the_first_fetch(tmp_path: Path, monkeypatch: pytest.Monke
     PretendedHub(tmp_path, {"config.json": "{}"}).install(monkeypatch)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", Mock(side_effect=errors.LocalEntryNotFoundError("gone")))
     with pytest.raises(MinirtError, match="cannot be reached: gone"):
-        resolve("org/name", token="secret")
+        find_model_files("org/name", token="secret")

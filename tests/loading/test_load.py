@@ -11,7 +11,7 @@ from support.checkpoints import distance, load, one_warning, refused, restate, w
 from minirt import SamplingParams
 from minirt.errors import ConfigError, DeviceError, InputError, ModelNotFoundError, OutOfMemoryError, UnsupportedError
 from minirt.loading import load as choose
-from minirt.loading.resolve import pick_length
+from minirt.loading.effective_options import pick_length
 from minirt.models import parse_config
 
 
@@ -211,7 +211,7 @@ def test_unknown_models(tmp_path, folder):
 
 def test_preset_with_random_weights_needs_no_files(monkeypatch):
     """Catches files that are looked for, or read, though none is needed."""
-    monkeypatch.setattr(choose, "resolve", lambda *_, **__: pytest.fail("looked for files"))
+    monkeypatch.setattr(choose, "find_model_files", lambda *_, **__: pytest.fail("looked for files"))
     small = {"max_model_len": 64, "dtype": "bfloat16", "kv_cache_memory": 1 << 23}
     with load("smollm2-135m", random_weights=True, **small) as random:
         assert random.tokenizer is None

@@ -26,7 +26,7 @@ from minirt.errors import CheckpointError, ConfigError, MinirtError, Unsupported
 from minirt.kernels.reference import dequantize_int4, unpack_int4_scale
 from minirt.layers.moe import MoE
 from minirt.loading import checkpoint
-from minirt.modeling.formats import Kept, LinearFormat, QuantizedToInt4, StoredInt4
+from minirt.modeling.formats import LinearFormat, PackedTensors, QuantizedToInt4, StoredInt4
 from minirt.modeling.quantization_config import INT4_LAYOUTS, Int4Scheme
 
 # Columns that neither 128 nor 64 nor 32 divides; q, k and v begin at rows 0, 288 and 384.
@@ -99,7 +99,7 @@ class Largest(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("form", [*(StoredInt4(Int4Scheme(layout)) for layout in INT4_LAYOUTS), QuantizedToInt4()])
+@pytest.mark.parametrize("form", [*(StoredInt4(Int4Scheme(layout)) for layout in INT4_LAYOUTS.values()), QuantizedToInt4()])
 def test_pieces_bound_the_temporary_memory(form, monkeypatch):
     """No temporary tensor of a load is larger than four bytes for each weight of a piece: a tensor is not unpacked as a whole."""
     monkeypatch.setattr(type(form), "chunk", 1 << 14)
@@ -108,7 +108,7 @@ def test_pieces_bound_the_temporary_memory(form, monkeypatch):
     spec = next(form.tensors("m", 256, K))
     source = torch.zeros(spec.shape, dtype=torch.int32 if spec.dtypes == ("I32",) else torch.bfloat16)
     with Largest() as largest:
-        form.load(spec.name.removeprefix("m."), source, Kept(weight, scale, rows), slice(256, 512))
+        form.load(spec.name.removeprefix("m."), source, PackedTensors(weight, scale, rows), slice(256, 512))
     assert 0 < largest.bytes <= max(4 << 14, 4 * 256 * 128), "a piece of a transposed tensor has 128 columns at least"
     assert largest.bytes < source.nbytes
 

@@ -10,7 +10,7 @@ from support.raising import raises
 
 from minirt.errors import ConfigError, UnsupportedError
 from minirt.modeling.config import Fields
-from minirt.modeling.quantization_config import Int4Scheme, Scheme, read_quantization
+from minirt.modeling.quantization_config import INT4_LAYOUTS, Int4Scheme, Scheme, read_quantization
 
 MODULE = "model.layers.3.mlp.up_proj"
 
@@ -76,7 +76,8 @@ def test_null_counts_as_absent():
             else:
                 assert read({"quantization_config": config | {name: None}}).scheme(MODULE) == scheme, name
     for name in ("strategy", "symmetric", "dynamic", "actorder"):
-        assert read(int4("packed 32", **{f"group__weights__{name}": None})).scheme(MODULE) == Int4Scheme("packed", 32, True)
+        scheme = read(int4("packed 32", **{f"group__weights__{name}": None})).scheme(MODULE)
+        assert scheme == Int4Scheme(INT4_LAYOUTS["packed"], 32, True)
 
 
 def test_formats_of_single_groups():
@@ -165,9 +166,9 @@ def int4(style, **changes):
 def test_each_style_of_4_bits(style):
     form = INT4_STYLES[style]
     quantization = read({"quantization_config": form.config(["lm_head", "model.layers.4.mlp.up_proj"])})
-    layout = style.split()[0]
+    layout, group = style.split()[0], None if form.group == -1 else form.group
     offset = int(layout == "gptq" and style != "gptq v2")
-    assert quantization.scheme(MODULE) == Int4Scheme(layout, None if form.group == -1 else form.group, form.symmetric, offset)
+    assert quantization.scheme(MODULE) == Int4Scheme(INT4_LAYOUTS[layout], group, form.symmetric, offset)
     assert quantization.scheme("model.layers.4.mlp.up_proj") is None
     assert quantization.scheme("model.layers.14.mlp.up_proj") is not None
 
@@ -181,10 +182,12 @@ def test_auto_round():
     """The zero points of its own form are not stored minus 1; modules with 16 bits are named or matched."""
     extra = {"model.layers.1.mlp.up_proj": {"bits": 16, "data_type": "float"}, r"model\.layers\.\d+\.self_attn": {"bits": 16}}
     quantization = read(auto_round(extra_config=extra, block_name_to_quantize="model.layers"))
-    assert quantization.scheme(MODULE) == Int4Scheme("gptq", 128, True, 1)
+    assert quantization.scheme(MODULE) == Int4Scheme(INT4_LAYOUTS["gptq"], 128, True, 1)
     assert quantization.scheme("model.layers.1.mlp.up_proj") is quantization.scheme("model.layers.3.self_attn.k_proj") is None
-    assert read(auto_round(packing_format="auto_round", sym=False)).scheme(MODULE) == Int4Scheme("gptq", 128, False, 0)
-    assert read(auto_round(packing_format="auto_round:auto_awq", sym=False)).scheme(MODULE) == Int4Scheme("awq", 128, False, 0)
+    scheme = read(auto_round(packing_format="auto_round", sym=False)).scheme(MODULE)
+    assert scheme == Int4Scheme(INT4_LAYOUTS["gptq"], 128, False, 0)
+    scheme = read(auto_round(packing_format="auto_round:auto_awq", sym=False)).scheme(MODULE)
+    assert scheme == Int4Scheme(INT4_LAYOUTS["awq"], 128, False, 0)
 
 
 def test_names_of_a_decoder_inside_a_wrapper():
@@ -202,7 +205,7 @@ def test_names_of_a_decoder_inside_a_wrapper():
 
 def test_older_names_of_awq():
     config = {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "zero_point": True, "format": "GEMM"}
-    assert read({"quantization_config": config}).scheme(MODULE) == Int4Scheme("awq", 64, False)
+    assert read({"quantization_config": config}).scheme(MODULE) == Int4Scheme(INT4_LAYOUTS["awq"], 64, False)
 
 
 REFUSED_4_BITS = [
@@ -253,7 +256,7 @@ REFUSED_4_BITS = [
 
 def test_desc_act_is_decided_by_the_tensors():
     """Catches a refusal by name: with static groups, the columns are in their own order in spite of desc_act."""
-    assert read(int4("gptq 128", desc_act=True)).scheme(MODULE) == Int4Scheme("gptq", 128, True, 1, ordered=True)
+    assert read(int4("gptq 128", desc_act=True)).scheme(MODULE) == Int4Scheme(INT4_LAYOUTS["gptq"], 128, True, 1, ordered=True)
     assert not read(int4("gptq row", desc_act=True)).scheme(MODULE).ordered  # one group: the order does not matter
 
 

@@ -14,7 +14,7 @@ from minirt.engine.request import EngineStats, Request
 from minirt.errors import InputError
 from minirt.sampling_params import SamplingParams, resolve
 from minirt.server.engine_process import _Connection, _Server
-from minirt.server.wire import Answer, Frames, Start, Submit, frame
+from minirt.server.wire import EngineState, Frames, Start, Submit, frame
 
 
 class Fake:
@@ -57,7 +57,7 @@ def test_a_refused_call_ends_with_an_error(error):
 def test_messages_of_several_threads_are_whole():
     """Each is longer than what the socket takes at once, so that a thread waits within its message."""
     front, engine = socket.socketpair()
-    messages = [Answer(EngineStats(0, 0, 0.0, 0, 0, 0), [i] * 500_000) for i in range(8)]
+    messages = [EngineState(EngineStats(), [i] * 500_000) for i in range(8)]
     with ThreadPoolExecutor(len(messages)) as pool, front:
         front.settimeout(20)
         connection, frames, bodies = _Connection(engine.detach()), Frames(), []

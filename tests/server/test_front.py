@@ -174,7 +174,7 @@ ROW = TokenLogprobs(ids_of("a")[0], -0.5, 1, tuple((i, -0.1 * i) for i in range(
 @on_front()
 async def test_an_error_before_the_first_token_has_its_status(this, engine, ask, error, status, code, streams):
     reader, _ = await engine.gets(ask(stream(stream=streams)))
-    engine.send(TokenOutput(engine.requests[0].id, (), "error", error))
+    engine.send(TokenOutput(engine.requests[0].id, (), "error", error=error))
     found, headers, body = await answer(reader)
     content = json.loads(body)["error"]
     assert (found, content["type"], content["message"]) == (status, code, str(error))
@@ -190,7 +190,7 @@ async def test_an_error_later_is_the_last_event(this, engine, ask):
     await reader.readuntil(b"\r\n\r\n")
     body = chunks(reader)
     found = await anext(body)
-    engine.send(TokenOutput(second.id, (), "error", NumericsError("NaN")))
+    engine.send(TokenOutput(second.id, (), "error", error=NumericsError("NaN")))
     async for part in body:
         found += part
     assert events(found)[-1]["error"]["message"] == "NaN"
@@ -297,7 +297,7 @@ async def test_the_engine_dies(this, engine, ask):
 def test_tokens_that_were_computed_again_for_want_of_a_state_are_a_metric():
     """Only of engines that keep states: others would show 0 for what they cannot have."""
     for recomputed, shown in ((7, True), (0, True), (None, False)):
-        stats = EngineStats(1, 2, 0.5, 3, 40, 50, prefix_cache_recomputed=recomputed)
+        stats = EngineStats(prefix_cache_recomputed=recomputed)
         text = Metrics("fake").exposition(stats).decode()
         assert (f'vllm:prefix_cache_recomputed_total{{model_name="fake"}} {recomputed}.0\n' in text) == shown
         assert ("recomputed" in text) == shown
@@ -509,7 +509,7 @@ def test_which_requests_with_an_error_count(error, begun, ends, capfd):
         if begun:
             engine.send(TokenOutput(request.id, (ROW.token_id,), None))
             await reader.readuntil(b"data: ")
-        engine.send(TokenOutput(request.id, (), "error", error))
+        engine.send(TokenOutput(request.id, (), "error", error=error))
         await reader.read()
         assert counted(this) == (len(request.prompt_token_ids) if begun else 0, 0, ends)
 

@@ -15,7 +15,7 @@ from minirt.server.wire import (
     Abort,
     Failed,
     Frames,
-    Step,
+    StepOutputs,
     Submit,
     frame,
 )
@@ -43,7 +43,7 @@ def bodies(data, pieces=1):
     NumericsError("NaN", where="generated token 3"),
 ])  # fmt: skip
 def test_errors_keep_their_class_and_text(error):
-    (body,) = bodies(frame(Step([TokenOutput(1, (), "error", error)])))
+    (body,) = bodies(frame(StepOutputs([TokenOutput(1, (), "error", error=error)])))
     found = TO_FRONT.decode(body).outputs[0].error
     assert type(found) is type(error)
     assert str(found) == str(error)

@@ -1,4 +1,4 @@
-"""A function for `Guarded` that ends its process on request. It stands here because that process imports it."""
+"""A function for `LimitedProcesses` that ends its process on request. It stands here because that process imports it."""
 
 import ctypes
 import os

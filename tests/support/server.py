@@ -24,7 +24,19 @@ from minirt.server.metrics import Metrics
 from minirt.server.options import ServerOptions
 from minirt.server.remote_engine import RemoteEngine
 from minirt.server.run import listen
-from minirt.server.wire import TO_ENGINE, Abort, Answer, Ask, Frames, ModelFiles, Ready, Start, Step, Submit, frame
+from minirt.server.wire import (
+    TO_ENGINE,
+    Abort,
+    Ask,
+    EngineState,
+    FilesReady,
+    Frames,
+    Ready,
+    Start,
+    StepOutputs,
+    Submit,
+    frame,
+)
 from support.cli import start
 
 WARM = "A king who had no crown walked over the hills to find it. " * 6  # a prompt that the server of most tests computes at load
@@ -140,14 +152,14 @@ class FakeEngine:
             for body in frames.feed(data):
                 match TO_ENGINE.decode(body):
                     case Start():
-                        self._writer.write(frame(ModelFiles(None if folder is None else str(folder))))
+                        self._writer.write(frame(FilesReady(None if folder is None else str(folder))))
                         self._writer.write(frame(Ready(max_len, 4096, 8, (0,), None, {}, keeps_states)))
                     case Submit(requests=requests):
                         self.requests += requests
                     case Abort(request_ids=ids):
                         self.aborted += ids
                     case Ask(request_ids=ids) if ids and self.made is not None:
-                        self._writer.write(frame(Answer(EngineStats(0, 0, 0.0, 0, 0, 0), [self.made] * len(ids))))
+                        self._writer.write(frame(EngineState(EngineStats(), [self.made] * len(ids))))
             self._changed.set()
 
     async def until(self, condition) -> None:
@@ -166,7 +178,7 @@ class FakeEngine:
 
     def send(self, *outputs: TokenOutput) -> None:
         """Send the outputs of a step."""
-        self._writer.write(frame(Step(list(outputs))))
+        self._writer.write(frame(StepOutputs(list(outputs))))
 
     async def close(self) -> None:
         """End, as if the process had died."""

@@ -10,14 +10,14 @@ from unittest.mock import Mock
 
 import pytest
 from support.vocabularies import TEXTS, VOCABULARIES, decoded, gpt2_like, llama_like, save
-from tokenizers import Tokenizer as Backend
+from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models
 
 from minirt.text.detokenizer import incremental_decoder, prompt_text
 from minirt.text.tokenizer import Tokenizer, byte_alphabet
 
 
-def load(made: Backend, folder) -> Tokenizer:
+def load(made: HFTokenizer, folder) -> Tokenizer:
     return Tokenizer.load(save(made, folder)) or pytest.fail("no tokenizer")
 
 
@@ -26,7 +26,7 @@ def pieces_after(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]
     return [*map(decoder.push, ids), decoder.flush()]
 
 
-def broken_end(made: Backend, ids: Sequence[int], skip: bool) -> int:
+def broken_end(made: HFTokenizer, ids: Sequence[int], skip: bool) -> int:
     """How many U+FFFD decode(ids) ends with because a character is not complete: the rule for splits inside a character."""
     data = b""
     for token in map(made.id_to_token, ids):
@@ -48,7 +48,7 @@ def broken_end(made: Backend, ids: Sequence[int], skip: bool) -> int:
     return 0
 
 
-def some_ids(rng: random.Random, made: Backend) -> list[int]:
+def some_ids(rng: random.Random, made: HFTokenizer) -> list[int]:
     """Texts, single characters in bytes, random tokens and special ones, in any order and cut anywhere."""
     ids: list[int] = []
     for _ in range(rng.randrange(6)):
@@ -131,9 +131,9 @@ def test_decoders_that_look_at_neighbours_follow_the_prompt_too(tmp_path):
     """A suffix becomes a space where a token follows; byte tokens before other steps than Fuse are one decision for the run."""
     tokens = ["<unk>", "<s>", "</s>", "b", "c</w>", "▁", "▁a", *(f"<0x{byte:02X}>" for byte in range(256))]
     words = {token: i for i, token in enumerate(tokens)}
-    suffix = Backend(models.BPE(words, []))
+    suffix = HFTokenizer(models.BPE(words, []))
     suffix.decoder = decoders.BPEDecoder()
-    late = Backend(models.BPE(words, []))
+    late = HFTokenizer(models.BPE(words, []))
     late.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
     rng = random.Random(3)
     for name, made in (("suffix", suffix), ("late", late)):
@@ -150,10 +150,10 @@ def test_a_long_prompt_costs_no_more_than_a_short_one(made, tmp_path):
     """Counts the calls of the library for a prompt of 100,000 tokens: those of the whole would take tens of milliseconds."""
     tokenizer = load(made(), tmp_path)
     prompt = tokenizer.encode(" ".join(TEXTS)) * 2000
-    tokenizer._backend = backend = Mock(wraps=tokenizer._backend)
+    tokenizer._library = library = Mock(wraps=tokenizer._library)
     decoder = incremental_decoder(tokenizer, True, prompt)
     assert len(prompt) > 100_000
-    assert len(backend.method_calls) < 40
+    assert len(library.method_calls) < 40
     assert decoder.push(tokenizer.token_id("▁there") or tokenizer.encode(" there")[0])[0] == " "
 
 
@@ -163,6 +163,6 @@ def test_tokens_without_text_at_the_beginning_cost_no_more_than_others(tmp_path)
     made.decoder = decoders.Sequence([decoders.Replace("é", ""), *[made.decoder]])
     tokenizer = load(made, tmp_path)
     nothing, a = tokenizer.token_id("é"), tokenizer.token_id("▁a")
-    tokenizer._backend = backend = Mock(wraps=tokenizer._backend)
+    tokenizer._library = library = Mock(wraps=tokenizer._library)
     assert "".join(pieces_after(tokenizer, [], [nothing] * 500 + [a, nothing, a])) == "a a" == made.decode([nothing, a, a])
-    assert sum(len(call.args[0]) for call in backend.decode.call_args_list) < 1200
+    assert sum(len(call.args[0]) for call in library.decode.call_args_list) < 1200

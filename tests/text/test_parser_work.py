@@ -11,12 +11,12 @@ import pytest
 from text.test_response_template import GEMMA, LINES, LIST, QWEN3, QWEN35, START, TAGS
 
 from minirt.errors import InputError
-from minirt.text import anchors, json_checker, tool_calls
-from minirt.text.anchors import Anchor
+from minirt.text import json_checker, stream_search, tool_calls
 from minirt.text.json_checker import completed, escaped
 from minirt.text.reasoning import ReasoningParser
 from minirt.text.reply import ReplyParser
 from minirt.text.response_template import ResponseTemplate, ResponseTemplateParser
+from minirt.text.stream_search import StreamPattern
 from minirt.text.tool_calls import FORMATS, CallListParser, NamedCallParser
 from minirt.text.tools import read_tools, types
 
@@ -154,7 +154,7 @@ def counted_search(monkeypatch):
         return place, marker
 
     monkeypatch.setattr(tool_calls, "first_marker", first_marker)
-    monkeypatch.setattr(anchors, "first_marker", first_marker)
+    monkeypatch.setattr(stream_search, "first_marker", first_marker)
 
 
 def work(make, text, *, single):
@@ -196,8 +196,8 @@ def test_json_is_looked_at_once(text, monkeypatch):
 def test_a_pattern_that_reads_ahead_at_each_match_is_given_up():
     """Each "a" would be found only after the rest of the text was looked at."""
     with pytest.raises(InputError, match="too long to search"):
-        list(Anchor(pattern="a.*b|a").find_all("a" * 3000))
-    assert len(list(Anchor(pattern="a.*b|a").find_all("a" * 20))) == 20
+        list(StreamPattern(pattern="a.*b|a").find_all("a" * 3000))
+    assert len(list(StreamPattern(pattern="a.*b|a").find_all("a" * 20))) == 20
     spec = {**TAGS, "fields": {**TAGS["fields"], "tool_calls": TAGS["fields"]["tool_calls"] | {
         "content_args": {"tag_pattern": "(?P<key>a).*b|(?P<value>a)"}}}}  # fmt: skip
     text = "<call f>" + "a" * 3000 + "</call>"

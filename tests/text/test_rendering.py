@@ -13,7 +13,7 @@ import pytest
 from support.tiny import add_tokenizer
 
 from minirt.errors import MinirtError, TokenizerError
-from minirt.text import guarded, rendering
+from minirt.text import limited_processes, rendering
 from minirt.text.chat_template import MAX_TEMPLATE, ChatTemplate
 from minirt.text.rendering import MAX_CPU_SECONDS, Renderer, RenderingError
 from minirt.text.tokenizer import Tokenizer
@@ -83,14 +83,14 @@ def test_a_process_serves_many_conversations() -> None:
     renderer = Renderer("{{ messages[0].content }}")
     for i in range(50):
         assert renderer.render({"messages": [{"content": str(i)}]}) == str(i)
-        assert len(renderer._guarded._idle) == 1
-        process = renderer._guarded._idle[0]
+        assert len(renderer._processes._idle) == 1
+        process = renderer._processes._idle[0]
     pid = process._process.pid
     os.kill(pid, signal.SIGKILL)  # as the system does when memory is short
     process._process.wait()
     assert renderer.render({"messages": [{"content": "next"}]}) == "next"
-    assert renderer._guarded._idle[0]._process.pid != pid
-    last = renderer._guarded._idle[0]._process
+    assert renderer._processes._idle[0]._process.pid != pid
+    last = renderer._processes._idle[0]._process
     del renderer, process
     assert last.wait(timeout=60) is not None  # no process stays when the template is gone
 
@@ -104,7 +104,7 @@ def test_an_interrupted_wait_does_not_mix_up_answers(monkeypatch: pytest.MonkeyP
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(guarded, "_value", interrupt)
+        patch.setattr(limited_processes, "_value", interrupt)
         with pytest.raises(KeyboardInterrupt):
             renderer.render({"messages": [{"content": "secret"}]})
     assert renderer.render({"messages": [{"content": "next"}]}) == "next"
@@ -114,12 +114,12 @@ def test_a_fork_does_not_share_the_process() -> None:
     """Two users of one pipe would read each other's conversations."""
     renderer = Renderer("{{ messages[0].content }}")
     renderer.render({"messages": [{"content": "parent"}]})
-    parents = renderer._guarded._idle[0]
+    parents = renderer._processes._idle[0]
     parents._owner = -1  # as seen from a fork, whose own pid differs
     parents_end = os.dup(parents._process.stdin.fileno())  # type: ignore[union-attr]  # after a fork, both have the pipe open
     try:
         assert renderer.render({"messages": [{"content": "child"}]}) == "child"
-        assert renderer._guarded._idle[0]._process.pid != parents._process.pid
+        assert renderer._processes._idle[0]._process.pid != parents._process.pid
         assert parents._process.poll() is None  # left alone
     finally:
         os.close(parents_end)
@@ -131,11 +131,11 @@ def test_ctrl_c_does_not_reach_the_process() -> None:
     """A terminal sends SIGINT to the whole process group."""
     renderer = Renderer("{{ messages[0].content }}")
     renderer.render({"messages": [{"content": "x"}]})
-    assert os.getpgid(renderer._guarded._idle[0]._process.pid) != os.getpgid(0)
+    assert os.getpgid(renderer._processes._idle[0]._process.pid) != os.getpgid(0)
 
 
 def test_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guarded.sys, "executable", "/no/such/python")
+    monkeypatch.setattr(limited_processes.sys, "executable", "/no/such/python")
     with pytest.raises(TokenizerError, match=r"cannot be started: .*No such file"):
         template(SIMPLE).render(CHAT)
 

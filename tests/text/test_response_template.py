@@ -13,9 +13,9 @@ from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS
 from transformers.utils.chat_parsing import parse_response
 
 from minirt.errors import UnsupportedError
-from minirt.text.anchors import Anchor, AnchorSearch, Match
 from minirt.text.reply import ArgumentsDelta, ContentDelta, ReasoningDelta, collect
 from minirt.text.response_template import ResponseTemplate, ResponseTemplateParser
+from minirt.text.stream_search import Match, StreamPattern, StreamSearch
 from minirt.text.tools import read_tools
 
 QWEN3, QWEN35, GEMMA = (_RESPONSE_TEMPLATE_FALLBACKS[next(k for k in _RESPONSE_TEMPLATE_FALLBACKS if name in k)]
@@ -241,15 +241,15 @@ def test_matches_and_groups_of_re():
     for _ in range(4000):
         rule = pattern(source)
         try:
-            expression, anchor = re.compile(rule, re.DOTALL), Anchor(pattern=rule)
+            expression, anchor = re.compile(rule, re.DOTALL), StreamPattern(pattern=rule)
         except (re.error, UnsupportedError):  # a group twice; what can match nothing
             continue
         text = "".join(source.choice("ab1 \n") for _ in range(source.randrange(9)))
         match = expression.search(text)
         expected = match and Match(match.start(), match.end(), {k: v for k, v in match.groupdict().items() if v is not None})
-        assert AnchorSearch(anchor).next(text, 0, 0, True)[0] == expected, (rule, text)
+        assert StreamSearch(anchor).next(text, 0, 0, True)[0] == expected, (rule, text)
         for end in range(len(text)):
-            early, kept = AnchorSearch(anchor).next(text[:end], 0, 0, False)
+            early, kept = StreamSearch(anchor).next(text[:end], 0, 0, False)
             if early is not None:
                 assert early == expected, (rule, text, end)
             elif expected is not None:
@@ -260,15 +260,15 @@ def test_matches_and_groups_of_re():
 
 
 def test_literals_of_which_one_begins_another():
-    anchor = Anchor(["<a", "<a>b", "c"])
-    assert AnchorSearch(anchor).next("x<a", 0, 0, False) == (None, 1)
-    assert AnchorSearch(anchor).next("x<a", 0, 0, True) == (Match(1, 3, {}), 3)
-    assert AnchorSearch(anchor).next("x<a>b", 0, 0, False)[0] == Match(1, 5, {})
-    assert AnchorSearch(anchor).next("x<a>c", 0, 0, False)[0] == Match(1, 3, {})
-    assert AnchorSearch(anchor).next("xc<", 0, 0, False)[0] == Match(1, 2, {})
+    anchor = StreamPattern(["<a", "<a>b", "c"])
+    assert StreamSearch(anchor).next("x<a", 0, 0, False) == (None, 1)
+    assert StreamSearch(anchor).next("x<a", 0, 0, True) == (Match(1, 3, {}), 3)
+    assert StreamSearch(anchor).next("x<a>b", 0, 0, False)[0] == Match(1, 5, {})
+    assert StreamSearch(anchor).next("x<a>c", 0, 0, False)[0] == Match(1, 3, {})
+    assert StreamSearch(anchor).next("xc<", 0, 0, False)[0] == Match(1, 2, {})
 
 
 @pytest.mark.parametrize("rule", ["(a|a)+$x", "(a+)+x", ".*.*.*.*x", "(?:a|aa|aaa)+x", r"\s*\s*\s*\s*x"])
 def test_no_pattern_takes_long(rule):
     """Each takes ages with a matcher that backtracks."""
-    assert AnchorSearch(Anchor(pattern=rule)).next("a " * 1000, 0, 0, True)[0] is None
+    assert StreamSearch(StreamPattern(pattern=rule)).next("a " * 1000, 0, 0, True)[0] is None

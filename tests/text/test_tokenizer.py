@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.vocabularies import decoded, llama_like
-from tokenizers import Tokenizer as Backend
+from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from minirt.errors import ConfigError, InputError, TokenizerError
@@ -33,9 +33,9 @@ CHATS = [
 ]
 
 
-def save(backend: Backend, folder: Path, **tokenizer_config: Any) -> Path:
+def save(library: HFTokenizer, folder: Path, **tokenizer_config: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    backend.save(str(folder / "tokenizer.json"))
+    library.save(str(folder / "tokenizer.json"))
     write(folder, "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer_config})
     return folder
 
@@ -49,44 +49,44 @@ def spaces() -> list[decoders.Decoder]:
     return [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
 
 
-def sentencepiece_like() -> Backend:
+def sentencepiece_like() -> HFTokenizer:
     """Like Llama 2's: ▁ for spaces, byte tokens for characters outside the vocabulary, a BOS before each text."""
     pieces = ["<unk>", BOS, EOS, *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", *"abcdehlow好\ufffd", "▁a", "▁b", "ab", "▁ab", "▁▁", "he", "ll", "hell", "hello", "▁hello"]
     merges = [("▁", "a"), ("▁", "b"), ("a", "b"), ("▁", "ab"), ("▁", "▁"), ("h", "e"), ("l", "l"), ("he", "ll")]
     merges += [("hell", "o"), ("▁", "hello")]
     vocab = {piece: i for i, piece in enumerate(pieces)}
-    backend = Backend(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence(spaces())
-    backend.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 1)])
-    backend.add_special_tokens(["<unk>", BOS, EOS])
-    return backend
+    library = HFTokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    library.decoder = decoders.Sequence(spaces())
+    library.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 1)])
+    library.add_special_tokens(["<unk>", BOS, EOS])
+    return library
 
 
-def byte_level() -> Backend:
+def byte_level() -> HFTokenizer:
     """A byte-level BPE whose merges split Chinese characters and emoji, with added tokens of unusual spelling."""
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
+    library = HFTokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
     letters = pre_tokenizers.ByteLevel.alphabet()
     options: dict[str, Any] = {"special_tokens": [BOS, EOS], "initial_alphabet": letters, "show_progress": False}
-    backend.train_from_iterator(TEXTS * 3, trainers.BpeTrainer(vocab_size=330, **options))
+    library.train_from_iterator(TEXTS * 3, trainers.BpeTrainer(vocab_size=330, **options))
     # Two tokens outside the byte alphabet ("好", a space), two inside it and so read as bytes ("é" is byte E9). None is special.
-    backend.add_tokens(["<好>", "two words", "é", "plain"])
-    return backend
+    library.add_tokens(["<好>", "two words", "é", "plain"])
+    return library
 
 
-def other(model: models.Model, decoder: decoders.Decoder | None) -> Backend:
-    backend = Backend(model)
-    backend.decoder = decoder  # type: ignore[assignment]
-    backend.add_special_tokens([BOS, EOS])
-    return backend
+def other(model: models.Model, decoder: decoders.Decoder | None) -> HFTokenizer:
+    library = HFTokenizer(model)
+    library.decoder = decoder  # type: ignore[assignment]
+    library.add_special_tokens([BOS, EOS])
+    return library
 
 
 words = ["<unk>", BOS, EOS, "▁", "▁a", "a", "the", "##re", ".", "do", "n't", "##!", "好", "b</w>", "c</w>"]
 WORDS = {word: i for i, word in enumerate(words)}
-KINDS: dict[str, Callable[[], Backend]] = {
+KINDS: dict[str, Callable[[], HFTokenizer]] = {
     "sentencepiece_like": sentencepiece_like,
     "byte_level": byte_level,
     "metaspace": lambda: other(models.BPE(WORDS, []), decoders.Metaspace()),
@@ -137,12 +137,12 @@ def test_encode_and_decode_agree_with_transformers(name: str, smollm2: Path, fol
 @pytest.mark.parametrize("post_processor", ["none", "empty", "bos"])
 @pytest.mark.parametrize("add_bos_token", [None, True, False])
 def test_bos_is_decided_as_transformers_does(post_processor: str, add_bos_token: bool | None, tmp_path: Path) -> None:
-    backend = sentencepiece_like()
+    library = sentencepiece_like()
     single, tokens = (f"{BOS} $A", [(BOS, 1)]) if post_processor == "bos" else ("$A", [])
     template = processors.TemplateProcessing(single=single, special_tokens=tokens)
-    backend.post_processor = None if post_processor == "none" else template  # type: ignore[assignment]
+    library.post_processor = None if post_processor == "none" else template  # type: ignore[assignment]
     options = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
-    folder = save(backend, tmp_path, bos_token=BOS, eos_token=EOS, **options)
+    folder = save(library, tmp_path, bos_token=BOS, eos_token=EOS, **options)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         ids = load(folder).encode("hello")
@@ -162,10 +162,10 @@ def test_never_a_second_bos(tokenizers: dict[str, Tokenizer]) -> None:
 
 
 def test_stored_truncation_and_padding_are_off(tmp_path: Path) -> None:
-    backend = byte_level()
-    backend.enable_truncation(max_length=4)
-    backend.enable_padding(length=50)
-    assert load(save(backend, tmp_path)).encode(TEXTS[0]) == byte_level().encode(TEXTS[0]).ids
+    library = byte_level()
+    library.enable_truncation(max_length=4)
+    library.enable_padding(length=50)
+    assert load(save(library, tmp_path)).encode(TEXTS[0]) == byte_level().encode(TEXTS[0]).ids
 
 
 def test_eos_without_the_special_flag_is_skipped_all_the_same(tmp_path: Path) -> None:
@@ -328,7 +328,7 @@ def pieces_of(tokenizer: Tokenizer, ids: Iterable[int], skip: bool = True) -> li
 def whole(name: str, tokenizer: Tokenizer, ids: list[int], skip: bool) -> str:
     """The text of all tokens at once. With byte tokens, wrong bytes do not change characters before them, as in the library."""
     if name == "sentencepiece_like":
-        return decoded(tokenizer._backend._library, ids, skip)
+        return decoded(tokenizer._library._tokenizer, ids, skip)
     return tokenizer.decode(ids, skip)
 
 
@@ -373,12 +373,12 @@ def test_character_is_sent_with_its_last_byte(name: str, tokenizers: dict[str, T
 def test_work_per_token_does_not_grow(name: str, tokenizers: dict[str, Tokenizer], monkeypatch: Any) -> None:
     """Counts the ids passed to the library's decode: a few per token, amortized, even in a run of byte tokens."""
     tokenizer = tokenizers[name]
-    decoder, backend = incremental_decoder(tokenizer), Mock(wraps=tokenizer._backend)
-    monkeypatch.setattr(decoder, "_backend", backend)
+    decoder, library = incremental_decoder(tokenizer), Mock(wraps=tokenizer._library)
+    monkeypatch.setattr(decoder, "_library", library)
     ids = [3 + 0xF0] * 1000 + random.Random(1).choices(range(tokenizer.vocab_size), k=1000)
     text = "".join(map(decoder.push, ids)) + decoder.flush()
     assert text == whole(name, tokenizer, ids, True)
-    assert sum(len(call.args[0]) for call in backend.decode.call_args_list) <= 5 * len(ids)
+    assert sum(len(call.args[0]) for call in library.decode.call_args_list) <= 5 * len(ids)
 
 
 # generation_config.json, config.json, the ends that they state, these with the tokenizer's, and the warning.

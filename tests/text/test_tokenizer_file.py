@@ -259,13 +259,13 @@ def test_where_nothing_can_be_proven_nothing_is_claimed(name: str) -> None:
 def test_a_text_that_is_surely_too_long_is_not_tokenized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = load(add_tokenizer(tmp_path))
     texts: list[str] = []
-    encode = tokenizer._backend.encode
+    encode = tokenizer._library.encode
 
     def counted(text: str, special: bool) -> list[int]:
         texts.append(text)
         return encode(text, special)
 
-    monkeypatch.setattr(tokenizer._backend, "encode", counted)
+    monkeypatch.setattr(tokenizer._library, "encode", counted)
     for call in (tokenizer.encode, lambda text, most: tokenizer.encode_chat([{"role": "user", "content": text}], most)):
         with pytest.raises(ContextLengthError, match=r"at most 255 tokens; found at least \d+ tokens, for 10000\d+ characters"):
             call("the fox " * 1_250_000, 255)

@@ -106,7 +106,7 @@ class Collector:
             before = sequence.watched and tokens
             outputs = self._tell(sequence, tokens, Reason.RUNS, result, work, row) if before else []
             error = no_token(sequence, self._constraints, self._vocab_size)  # its constraint says which token was missing
-            return [*outputs, TokenOutput(sequence.id, (), "error", error)]
+            return [*outputs, TokenOutput(sequence.id, (), "error", error=error)]
         request = sequence.request
         if sequence.constraint is not None and reason == Reason.RUNS:
             sequence.constraint.accept(tokens)
@@ -127,7 +127,7 @@ class Collector:
         drafted, accepted = (0, 0) if self._drafts is None else sequence.num_drafts
         if reason == Reason.STOP:  # right drafts after the token that ends the request are none of its tokens
             accepted -= sequence.unused
-        return [TokenOutput(
+        return [TokenOutput(  # by position: with keywords it takes twice as long, for each sequence of a step
             request.id, tuple(tokens), _FINISH_REASONS[reason], None, sequence.num_cached, logprobs, prompt_logprobs,
             queue_time_s, None, times, drafted, accepted,
         )]  # fmt: skip

@@ -55,4 +55,4 @@ class Sinks(dict[int, Sink]):
 
     def fail(self, request_ids: Iterable[int], error: MinirtError) -> None:
         """End open requests with an error: a copy for each, because one exception must not be raised in several threads."""
-        self.deliver([TokenOutput(request_id, (), "error", error.copy()) for request_id in request_ids])
+        self.deliver([TokenOutput(request_id, (), "error", error=error.copy()) for request_id in request_ids])

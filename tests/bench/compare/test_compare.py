@@ -320,23 +320,23 @@ def test_inputs_are_those_of_the_running_model(model):
 def test_bytes_and_operations(model):
     places = compare_layers.places(model)
     step = compare_layers.decode(model, places, [TOKENS[:11]] * 3)
-    works = [compare_layers.work(place, step) for place in places if step.computes(place)]
+    costs = [compare_layers.cost(place, step) for place in places if step.computes(place)]
     h, i, v, context_len, rows = 128, 97, 211, 11, 3
     residual = 4 * 2 * rows * h
     cached = 2 * rows * context_len * 2 * 64 * 4  # two layers, K and V of one head
     logits = 4 * rows * (h + v)
-    assert sum(w.bytes for w in works) == model.decode_read_bytes + 5 * residual + cached + logits
-    assert works[2].bytes == 4 * (3 * h * i + h) + residual
-    assert works[2].flops == 2 * rows * 3 * h * i
-    assert works[1].flops == 2 * rows * (h * 256 + 128 * h) + 4 * 2 * 64 * rows * context_len
+    assert sum(w.bytes for w in costs) == model.decode_read_bytes + 5 * residual + cached + logits
+    assert costs[2].bytes == 4 * (3 * h * i + h) + residual
+    assert costs[2].flops == 2 * rows * 3 * h * i
+    assert costs[1].flops == 2 * rows * (h * 256 + 128 * h) + 4 * 2 * 64 * rows * context_len
     prompt = compare_layers.prefill(model, places, TOKENS[:10])
-    works = {place.layer.name: compare_layers.work(place, prompt) for place in places}
-    assert works["layers.0.attention"].flops == 20 * 384 * h + 4 * 128 * 55
-    assert works["embedding"] == (4 * 2 * 10 * h, 0)
-    assert works["select"] == (4 * 2 * h, 0)
-    assert works["layers.0.mlp"] == (4 * (3 * h * i + h) + 4 * 2 * 10 * h, 20 * 3 * h * i)
-    assert works["layers.1.mlp"] == (4 * (3 * h * i + h) + 4 * 2 * h, 2 * 3 * h * i), "the last of ten rows"
-    assert works["head"] == (4 * (h * v + h) + 4 * (h + v), 2 * h * v)
+    costs = {place.layer.name: compare_layers.cost(place, prompt) for place in places}
+    assert costs["layers.0.attention"].flops == 20 * 384 * h + 4 * 128 * 55
+    assert costs["embedding"] == (4 * 2 * 10 * h, 0)
+    assert costs["select"] == (4 * 2 * h, 0)
+    assert costs["layers.0.mlp"] == (4 * (3 * h * i + h) + 4 * 2 * 10 * h, 20 * 3 * h * i)
+    assert costs["layers.1.mlp"] == (4 * (3 * h * i + h) + 4 * 2 * h, 2 * 3 * h * i), "the last of ten rows"
+    assert costs["head"] == (4 * (h * v + h) + 4 * (h + v), 2 * h * v)
 
 
 def test_the_bounds():

@@ -41,7 +41,7 @@ CONFIG = ModelConfig(
     gated_delta_net=GatedDeltaNetConfig(1, 3, 16, 32, frozenset()),
 )  # fmt: skip
 CPU = torch.device("cpu")
-once = partial(bench.measure, limits=None, clock=host_seconds, repeats=1, compiled=False)
+once = partial(bench.measure, roofline=None, clock=host_seconds, repeats=1, compiled=False)
 
 
 def point(name: str, tokens: int = 5, context: int = 70, dtype: torch.dtype = torch.float32, **changes) -> bench.Point:
@@ -160,10 +160,10 @@ def test_cost_of_gated_delta():
 
 
 def test_what_sets_the_limit():
-    limits = bench.Limits(Ceiling(100.0, ""), {torch.float32: MatmulCeiling(1000.0, "")})
+    roofline = bench.Roofline(Ceiling(100.0, ""), {torch.float32: MatmulCeiling(1000.0, "")})
     problem = Problem("", {}, lambda rows: rows, (200, 1000), torch.float32, operations.Floor(0, 0))
-    assert limits.seconds(problem) == (2.0, "memory")
-    assert limits.seconds(replace(problem, cost=(200, 5000))) == (5.0, "arithmetic")
+    assert roofline.seconds(problem) == (2.0, "memory")
+    assert roofline.seconds(replace(problem, cost=(200, 5000))) == (5.0, "arithmetic")
 
 
 # ── faults ──
@@ -356,9 +356,9 @@ def on_gpu():
     """A report as on a GPU, with simulated times."""
     rows = []
     for name, tokens in (("o", 1), ("o", 2000), ("attention_decode", 3), ("gemm_o.fp8", 64)):
-        limits = bench.Limits(Ceiling(4e12, ""), dict.fromkeys((torch.float32, operations.FP8), MatmulCeiling(7e14, "")))
+        roofline = bench.Roofline(Ceiling(4e12, ""), dict.fromkeys((torch.float32, operations.FP8), MatmulCeiling(7e14, "")))
         calls = iter(range(1, 10**6))
-        rows.append(bench.measure(point(name, min(tokens, 200)), limits, lambda run, calls=calls: next(calls) * 1e-6, 3, False))
+        rows.append(bench.measure(point(name, min(tokens, 200)), roofline, lambda run, calls=calls: next(calls) * 1e-6, 3, False))
     shared = machine("kernels", CPU, ["minirt"], Ceiling(4e12, "read")) | {"backend": "CUDA", "device": "a GPU"}
     products = [{"flops_per_s": 7e14, "how": "product"}]
     return report.KernelReport(report.context(shared, rows, [], products, 2e-6), rows)

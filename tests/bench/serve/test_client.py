@@ -14,7 +14,7 @@ from support.fake_server import END, STREAM, Asked, FakeServer, answer, chunk, c
 
 from minirt.bench.serve import client as module
 from minirt.bench.serve import http
-from minirt.bench.serve.client import Generation, Outcome, generate
+from minirt.bench.serve.client import Outcome, StreamedCompletion, generate
 from minirt.bench.serve.http import HTTPClient
 from minirt.errors import InputError
 
@@ -24,9 +24,9 @@ def payload(text=None, reason=None, usage=None, **delta):
     return json.dumps({"id": "a", "choices": [choice], **({"usage": usage} if usage else {})}).encode()
 
 
-def read(*payloads: bytes) -> Generation:
+def read(*payloads: bytes) -> StreamedCompletion:
     """Read events that arrive at times 1, 2, 3, …"""
-    generation = Generation()
+    generation = StreamedCompletion()
     for now, data in enumerate(payloads, 1):
         generation.events([data], now)
     return generation
@@ -98,7 +98,8 @@ def test_events_that_are_not_parsed_count_as_if_they_were(monkeypatch: pytest.Mo
     fast = [vars(read(*payloads)) for payloads in streams]
     calls = []
     monkeypatch.setattr(module, "_frame", lambda data: (b"\0", b""))
-    monkeypatch.setattr(Generation, "_read", lambda self, *a, _read=Generation._read: calls.append(1) or _read(self, *a))
+    read_event = StreamedCompletion._read
+    monkeypatch.setattr(StreamedCompletion, "_read", lambda self, *a: calls.append(1) or read_event(self, *a))
     slow = [read(*payloads) for payloads in streams]
     assert len(calls) == sum(map(len, streams))
     for a, b in zip(fast, slow, strict=True):

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from minirt.bench.serve.http import EventParser, HTTPError, ResponseParser
+from minirt.bench.serve.http import EventParser, ProtocolError, ResponseParser
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: Chunked\r\nX-Empty:\r\n\r\n"
 BODY = (
@@ -101,7 +101,7 @@ def test_a_body_until_the_connection_closes() -> None:
 def test_a_response_that_ends_early_is_an_error(size: int) -> None:
     response = ResponseParser()
     response.feed((HEAD + chunks(BODY, [len(BODY)]))[:size])
-    with pytest.raises(HTTPError, match="closed the connection"):
+    with pytest.raises(ProtocolError, match="closed the connection"):
         response.end()
 
 
@@ -118,7 +118,7 @@ def test_a_response_that_ends_early_is_an_error(size: int) -> None:
     (b"HTTP/1.1 200 OK\r\n" + b"a" * 99999, "too long"),
 ])  # fmt: skip
 def test_damage_is_named(data: bytes, message: str) -> None:
-    with pytest.raises(HTTPError, match=message):
+    with pytest.raises(ProtocolError, match=message):
         ResponseParser().feed(data)
 
 
@@ -126,5 +126,5 @@ def test_an_endless_event_is_refused() -> None:
     parser = EventParser()
     for _ in range(16):
         parser.feed(b"data: " + b"a" * (1 << 20) + b"\n")
-    with pytest.raises(HTTPError, match="16 MiB"):
+    with pytest.raises(ProtocolError, match="16 MiB"):
         parser.feed(b"data: a")

@@ -13,7 +13,7 @@ from support import checkpoints
 from support.checkpoints import distance, plan, refused, restate, rewrite, transformers_logits
 
 from minirt.loading.checkpoint import Entry
-from minirt.loading.unstated import settle
+from minirt.loading.inferred_config import inferred_config
 from minirt.models import parse_config
 
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
@@ -81,7 +81,7 @@ def test_two_levels_that_contradict_each_other(outer: bool | None, inner: bool |
     raw |= {} if outer is None else {"tie_word_embeddings": outer}
     names = ["model.embed_tokens.weight", *(["lm_head.weight"] if head else [])]
     entries = {name: Entry(name, Path("absent"), (211, 64), "BF16") for name in names}
-    config, note = settle(raw, parse_config(raw), entries)
+    config, note = inferred_config(raw, parse_config(raw), entries)
     stated = {tie for tie in (outer, inner) if tie is not None}
     assert config.tie_word_embeddings == (stated.pop() if len(stated) == 1 else not head)
     assert (note is not None) == (config != parse_config(raw))

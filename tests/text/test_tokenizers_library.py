@@ -11,8 +11,8 @@ from support.package import ROOT
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from minirt.errors import TokenizerError
-from minirt.text.backend import Backend
 from minirt.text.tokenizer import Tokenizer as Loaded
+from minirt.text.tokenizers_library import TokenizersLibrary
 
 LETTERS = {letter: i for i, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
 
@@ -47,15 +47,15 @@ class PanicException(BaseException):
     """As pyo3's, which cannot be imported or raised at will."""
 
 
-CALLS: dict[str, Callable[[Backend], Any]] = {
-    "encode_batch_fast": lambda backend: backend.encode("a", True),
-    "decode": lambda backend: backend.decode([1], False),
-    "id_to_token": lambda backend: backend.id_to_token(1),
-    "token_to_id": lambda backend: backend.token_to_id("a"),
-    "get_vocab": lambda backend: backend.vocabulary(),
-    "get_added_tokens_decoder": lambda backend: backend.added_tokens(),
-    "add_special_tokens": lambda backend: backend.add_special_tokens(["a"]),
-    "decoder": lambda backend: backend.decoder(),
+CALLS: dict[str, Callable[[TokenizersLibrary], Any]] = {
+    "encode_batch_fast": lambda library: library.encode("a", True),
+    "decode": lambda library: library.decode([1], False),
+    "id_to_token": lambda library: library.id_to_token(1),
+    "token_to_id": lambda library: library.token_to_id("a"),
+    "get_vocab": lambda library: library.vocabulary(),
+    "get_added_tokens_decoder": lambda library: library.added_tokens(),
+    "add_special_tokens": lambda library: library.add_special_tokens(["a"]),
+    "decoder": lambda library: library.decoder(),
 }
 
 
@@ -71,27 +71,27 @@ class Failing:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_every_call_turns_panics_and_exceptions_into_errors(name: str, tmp_path: Path) -> None:
-    backend = Backend(byte_level().to_str().encode(), tmp_path / "tokenizer.json")
+    library = TokenizersLibrary(byte_level().to_str().encode(), tmp_path / "tokenizer.json")
     for error in (PanicException("p\x1b"), Exception("e"), ValueError("v" * 1000), MemoryError()):
-        backend._library = Failing(error)  # type: ignore[assignment]
+        library._tokenizer = Failing(error)  # type: ignore[assignment]
         with pytest.raises(TokenizerError) as caught:
-            CALLS[name](backend)
+            CALLS[name](library)
         assert caught.value.__cause__ is error
         assert len(str(caught.value)) < 800
     for stop in (KeyboardInterrupt(), SystemExit()):  # are the caller's, not the library's
-        backend._library = Failing(stop)  # type: ignore[assignment]
+        library._tokenizer = Failing(stop)  # type: ignore[assignment]
         with pytest.raises(type(stop)):
-            CALLS[name](backend)
+            CALLS[name](library)
 
 
 def test_other_threads_run_while_a_long_text_is_encoded(smollm2: Path) -> None:
     """Else the streams of a server would stop for as long. With the lock held, there are two turns at most."""
     file = smollm2 / "tokenizer.json"
-    backend = Backend(file.read_bytes(), file)
+    library = TokenizersLibrary(file.read_bytes(), file)
     done = threading.Event()
 
     def encode() -> None:
-        backend.encode("Once upon a time " * 40_000, False)
+        library.encode("Once upon a time " * 40_000, False)
         done.set()
 
     thread, turns = threading.Thread(target=encode), 0
@@ -107,11 +107,11 @@ def test_loading_is_behind_the_door(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(tokenizers, "Tokenizer", Failing(PanicException("p")))
     with pytest.raises(TokenizerError, match="cannot be loaded: p"):
-        Backend(b"{}", tmp_path)
+        TokenizersLibrary(b"{}", tmp_path)
 
 
 def test_no_use_of_the_library_goes_past_the_door() -> None:
-    """Only backend.py imports the library, and there every use is inside a lambda that `_call` gets."""
+    """Only tokenizers_library.py imports the library, and there every use is inside a lambda that `_call` gets."""
     for path in (ROOT / "minirt").rglob("*.py"):
         tree = ast.parse(path.read_text())
         imported = {
@@ -120,8 +120,8 @@ def test_no_use_of_the_library_goes_past_the_door() -> None:
             if isinstance(node, ast.Import | ast.ImportFrom)
             for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
         }
-        assert ("tokenizers" in imported) == (path.name == "backend.py" and path.parent.name == "text"), path
-    tree = ast.parse((ROOT / "minirt" / "text" / "backend.py").read_text())
+        assert ("tokenizers" in imported) == (path.name == "tokenizers_library.py" and path.parent.name == "text"), path
+    tree = ast.parse((ROOT / "minirt" / "text" / "tokenizers_library.py").read_text())
     behind = {
         id(inner)
         for node in ast.walk(tree)
@@ -131,7 +131,7 @@ def test_no_use_of_the_library_goes_past_the_door() -> None:
     uses = [
         node
         for node in ast.walk(tree)
-        if (isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self._library", "tokenizers"))
+        if (isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self._tokenizer", "tokenizers"))
         or (isinstance(node, ast.Name) and node.id == "tokenizers")
     ]
     assert len(uses) > 8

@@ -1,6 +1,6 @@
 """An MLP of your own, which keeps only the largest activations of each token. How often does the next token stay the same?
 
-python examples/own_layer.py [MODEL]
+python examples/custom_layer.py [MODEL]
 """
 
 import sys

@@ -374,7 +374,7 @@ async def test_an_error_later_is_an_event_that_the_client_raises(model):
     async def read():
         async for event in events:
             if not found:
-                model.engine.send(TokenOutput(model.last.id, (), "error", NumericsError("NaN")))
+                model.engine.send(TokenOutput(model.last.id, (), "error", error=NumericsError("NaN")))
             found.append(event.type)
 
     with pytest.raises(anthropic.APIStatusError) as error:

@@ -1,4 +1,4 @@
-"""`Backend`: all calls of the `tokenizers` library. Every failure in them becomes a `TokenizerError`."""
+"""`TokenizersLibrary`: all calls of the `tokenizers` library. Every failure in them becomes a `TokenizerError`."""
 
 import json
 import os
@@ -13,7 +13,7 @@ _DAMAGED = "get the file again"
 _TEXT = "the tokenizer of this model cannot process this text, such as a very long run of one character"
 
 
-class Backend:
+class TokenizersLibrary:
     """A `tokenizers.Tokenizer`, loaded from the content of a tokenizer.json.
 
     The library is written in Rust. Where it panics, it raises PanicException, which derives from BaseException and cannot be
@@ -27,10 +27,10 @@ class Backend:
 
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time needs no pool of threads
         self._path = path
-        self._library = self._call(lambda: tokenizers.Tokenizer.from_buffer(content), "cannot be loaded")
+        self._tokenizer = self._call(lambda: tokenizers.Tokenizer.from_buffer(content), "cannot be loaded")
         # Truncation set in tokenizer.json would silently cut prompts.
-        self._call(lambda: self._library.no_truncation(), "cannot be loaded")
-        self._call(lambda: self._library.no_padding(), "cannot be loaded")
+        self._call(lambda: self._tokenizer.no_truncation(), "cannot be loaded")
+        self._call(lambda: self._tokenizer.no_padding(), "cannot be loaded")
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`. `add_special_tokens`: include those that the post-processor adds.
@@ -38,7 +38,7 @@ class Backend:
         Other threads run meanwhile: of the library's functions, only those for batches release Python's lock.
         """
         (encoding,) = self._call(
-            lambda: self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens), hint=_TEXT,
+            lambda: self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens), hint=_TEXT,
             refusal=lambda error: InputError("the text is not valid Unicode (a lone surrogate)", found=ascii(text[:80])),
         )  # fmt: skip
         return encoding.ids
@@ -46,39 +46,39 @@ class Backend:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The text of `ids`. Unknown ids decode to ""."""
         return self._call(
-            lambda: self._library.decode(ids, skip_special_tokens=skip_special_tokens),
+            lambda: self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens),
             refusal=lambda error: InputError(f"not token ids: {error}", expected="integers from 0 to 2**32 - 1"),
         )
 
     def id_to_token(self, token_id: int) -> str | None:
         """The token of an id, as the vocabulary spells it."""
         return self._call(
-            lambda: self._library.id_to_token(token_id),
+            lambda: self._tokenizer.id_to_token(token_id),
             refusal=lambda error: InputError("not a token id", found=repr(token_id)[:80]),
         )
 
     def token_to_id(self, token: str) -> int | None:
-        return self._call(lambda: self._library.token_to_id(token))
+        return self._call(lambda: self._tokenizer.token_to_id(token))
 
     def vocabulary(self) -> dict[str, int]:
         """Token → id, added tokens included."""
-        return self._call(lambda: self._library.get_vocab(with_added_tokens=True))
+        return self._call(lambda: self._tokenizer.get_vocab(with_added_tokens=True))
 
     def added_tokens(self) -> dict[str, bool]:
         """The texts of the added tokens, each of which becomes that token in a text; and whether they are flagged as special."""
-        added = self._call(lambda: self._library.get_added_tokens_decoder())
+        added = self._call(lambda: self._tokenizer.get_added_tokens_decoder())
         return {token.content: token.special for token in added.values()}
 
     def add_special_tokens(self, tokens: list[str]) -> None:
-        self._call(lambda: self._library.add_special_tokens(tokens))
+        self._call(lambda: self._tokenizer.add_special_tokens(tokens))
 
     def serialized(self) -> str:
         """The tokenizer as the content of a tokenizer.json."""
-        return self._call(lambda: self._library.to_str())
+        return self._call(lambda: self._tokenizer.to_str())
 
     def decoder(self) -> dict[str, Any] | None:
         """The decoder in the library's serialization; None without one."""
-        state = self._call(lambda: self._library.decoder and self._library.decoder.__getstate__())
+        state = self._call(lambda: self._tokenizer.decoder and self._tokenizer.decoder.__getstate__())
         return None if state is None else json.loads(state)
 
     def _call(

@@ -1,4 +1,4 @@
-"""`settle`: what config.json leaves open, and the tensors of the checkpoint decide. A default is no statement."""
+"""`inferred_config`: what config.json leaves open, and the tensors of the checkpoint decide. A default is no statement."""
 
 import math
 import re
@@ -14,7 +14,7 @@ from minirt.modeling.config import ModelConfig
 _QKV, _MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
 
 
-def settle(raw: Mapping[str, Any], config: ModelConfig, entries: Mapping[str, Entry]) -> tuple[ModelConfig, str | None]:
+def inferred_config(raw: Mapping[str, Any], config: ModelConfig, entries: Mapping[str, Entry]) -> tuple[ModelConfig, str | None]:
     """The config with the values that the tensors show, for fields that the file does not state, or states twice and differently.
 
     Fields that the architecture does not have stay open. What the file states is not changed, so tensors that contradict it are

@@ -1,4 +1,4 @@
-"""`Guarded`: a function in separate processes, whose time and memory the operating system limits.
+"""`LimitedProcesses`: a function in separate processes, whose time and memory the operating system limits.
 
 For what a request or a model brings and what third-party code does with it: chat templates are programs, and the compiler of
 grammars is native code. An endless loop, an overflow of the stack or too much memory then ends that process, and only the request
@@ -21,7 +21,7 @@ from minirt.sizes import format_size
 _IDLE = 4  # maximum number of idle processes that are kept
 
 
-class Limits(NamedTuple):
+class ProcessLimits(NamedTuple):
     """Of one call.
 
     Args:
@@ -39,7 +39,7 @@ class Stopped(Exception):
     """The call reached a limit, or its process ended or could not be started. `str` says why."""
 
 
-class Guarded:
+class LimitedProcesses:
     """Calls one function, from any thread. Threads that call at once use one process each.
 
     Args:
@@ -48,7 +48,7 @@ class Guarded:
         limits: of each call.
     """
 
-    def __init__(self, target: str, first: Any, limits: Limits) -> None:
+    def __init__(self, target: str, first: Any, limits: ProcessLimits) -> None:
         self._target, self._first, self._limits = target, first, limits
         self._idle: list[_Process] = []
         weakref.finalize(self, _close_all, self._idle)
@@ -95,7 +95,7 @@ def _close_all(processes: "list[_Process]") -> None:
 class _Process:
     """One process. Each value and each answer is a line of JSON."""
 
-    def __init__(self, target: str, first: Any, limits: Limits) -> None:
+    def __init__(self, target: str, first: Any, limits: ProcessLimits) -> None:
         command = [sys.executable or "", "-P", "-c", f"from {__name__} import serve; serve{(target, *limits)}"]
         self._limits, self._owner = limits, os.getpid()
         try:

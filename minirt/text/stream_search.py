@@ -1,4 +1,4 @@
-"""`Anchor`: finds literals or a regular expression in text that is still growing, in time that a pattern cannot blow up.
+"""`StreamPattern`: finds literals or a regular expression in text that is still growing, in time that a pattern cannot blow up.
 
 Python's `re` cannot say whether a match has begun at the end of the text, and it backtracks. Here all alternatives advance
 together, in the order in which `re` would try them (R. Pike's virtual machine; R. Cox, "Regular Expression Matching: the Virtual
@@ -26,7 +26,7 @@ class Match(NamedTuple):
     groups: dict[str, str]
 
 
-class Anchor:
+class StreamPattern:
     """Literals, of which any counts, or a regular expression in which a dot also stands for a newline.
 
     Attributes:
@@ -48,13 +48,13 @@ class Anchor:
         self.names = {number: name for name, number in tree.state.groupdict.items()}
         self._compile(tree)
         self.program.append(("match",))
-        if AnchorSearch(self).next("", 0, 0, final=True)[0] is not None:
+        if StreamSearch(self).next("", 0, 0, final=True)[0] is not None:
             raise UnsupportedError("the pattern can match nothing", found=pattern)
 
     def find_all(self, text: str) -> Iterator[Match]:
         """All matches, one after the other. Raises an InputError if the pattern looks at the same text again and again."""
         place, work = 0, 0
-        search = AnchorSearch(self)
+        search = StreamSearch(self)
         while (match := search.next(text, 0, place, final=True)[0]) is not None:
             yield match
             work += search.place - place
@@ -147,14 +147,14 @@ class Anchor:
                 threads.append((instruction, begun, saved))
 
 
-class AnchorSearch:
+class StreamSearch:
     """The search for one anchor in text that grows. Each character is looked at once, and after a match those that it read ahead.
 
     Attributes:
         place: how far the text has been looked at. Places count from the beginning of all text.
     """
 
-    def __init__(self, anchor: Anchor) -> None:
+    def __init__(self, anchor: StreamPattern) -> None:
         self._anchor = anchor
         self._restart(0)
 
