@@ -293,7 +293,7 @@ class Engine:
         self._scheduler.started(work)
         self._in_flight.append((step, work))
         # Work that the step's launch does not need.
-        for _, sequence in work.prompts:
+        for _, sequence, _ in work.prompts:
             self._scheduler.extend_keys(sequence)
         if self._device.type == "cuda" and (work.prompts or self._runner.graphs.captured is None):  # other steps allocate nothing
             self._peak_memory = peak_memory(self._device)

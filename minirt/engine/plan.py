@@ -30,8 +30,7 @@ def plan_step(work: Work, slots: HostSlots, columns: Columns, vocab: int) -> Ste
     planned, rules, scored = work.planned, list[SlotRules](), list[Scored]()
     tokens, edits = list[np.ndarray](), list[Edit]()
     going_on = len(planned.slots) - len(work.prompts)  # the first ones; of prompts, each is looked at
-    for place, sequence in work.prompts:
-        slot, start, count, num_logits, num_draws, _ = planned.values[:, place].tolist()
+    for place, sequence, (slot, start, count, num_logits, num_draws, _) in work.prompts:
         known, stop = sequence.tokens, start + count
         # In the middle of a prompt, a proposer needs the token that follows the step's.
         following = known[stop : stop + 1].copy() if columns.drafts and not num_draws else NO_TOKENS
@@ -69,15 +68,20 @@ def _new_pages(slots: HostSlots, slot: int, columns: Columns) -> list[Edit]:
 
 def _sampling(work: Work, slots: HostSlots) -> Sampling:
     """What the draws of a step need."""
-    drawing, draws = work.planned.slots, work.planned.num_draws
-    if work.prompts:
-        drawing, draws = drawing[draws > 0], draws[draws > 0]
-    flags = slots.flags[drawing]
-    bits = int(np.bitwise_or.reduce(flags)) if len(flags) else 0
-    if bits & _OF_RULES:
-        generated = slots.lengths[drawing] + slots.steps[drawing] - slots.prompt_lens[drawing]
-        flags = np.where(generated < slots.rules_until[drawing], flags, flags & ~_OF_RULES)
-        bits = int(np.bitwise_or.reduce(flags))
+    drawing, draws, bits = work.planned.slots, work.planned.num_draws, 0
+    for _, sequence, chunk in work.prompts:
+        if chunk.num_draws:
+            past_rules = len(sequence.tokens) - sequence.prompt_len >= slots.rules_until[chunk.slot]
+            bits |= int(slots.flags[chunk.slot]) & (~_OF_RULES if past_rules else -1)
+    if going_on := len(drawing) - len(work.prompts):
+        decoding = drawing[:going_on]
+        flags = slots.flags[decoding]
+        of_decoding = int(np.bitwise_or.reduce(flags))
+        if of_decoding & _OF_RULES:
+            generated = slots.lengths[decoding] + slots.steps[decoding] - slots.prompt_lens[decoding]
+            flags = np.where(generated < slots.rules_until[decoding], flags, flags & ~_OF_RULES)
+            of_decoding = int(np.bitwise_or.reduce(flags))
+        bits |= of_decoding
     if not bits & _LOGPROBS:
         return _of_bits(bits)
     return _of_bits(bits)._replace(logprobs=tuple(np.repeat(slots.num_top[drawing], draws).tolist()))

@@ -14,7 +14,7 @@ from minirt.engine.execute.runner import Runner
 from minirt.engine.limits import EngineLimits
 from minirt.engine.plan import plan_step
 from minirt.engine.request import Request
-from minirt.engine.schedule.scheduler import Work
+from minirt.engine.schedule.scheduler import Work, scheduled_prompts
 from minirt.engine.state.sequence import Sequence
 from minirt.engine.state.slots import HostSlots
 from minirt.kernels.step.table import NEXT_TOKENS, NUM_CACHED, NUM_NEXT
@@ -132,11 +132,12 @@ def test_no_position_lies_beyond_the_end():
     sequence = Sequence(Request(0, [50, 51, 52, 53], resolve(SamplingParams(temperature=0.0), None)), 7)
     sequence.take_slot(slots, [3, 5])
 
-    def tokens_of(planned, prompts):
-        work = Work(PlannedSequences.of([planned]), slots.epochs, prompts)
+    def tokens_of(row, prompts):
+        planned = PlannedSequences.of([row])
+        work = Work(planned, slots.epochs, scheduled_prompts(planned, prompts))
         return runner.start(plan_step(work, slots, runner.columns, VOCAB)).result().lists()[0]
 
-    (token,) = tokens_of((0, 0, 4, 1, 1, 4), [(0, sequence)])
+    (token,) = tokens_of((0, 0, 4, 1, 1, 4), [sequence])
     row = runner.buffers.table[0]
     row[NUM_NEXT], row[NEXT_TOKENS + 1 : NEXT_TOKENS + 5] = 5, 1
     slots.num_sent[0] = 2

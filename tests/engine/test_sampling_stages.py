@@ -21,7 +21,7 @@ from minirt.engine.execute.runner import Runner
 from minirt.engine.execute.sampler import SamplingBatch, sample
 from minirt.engine.limits import EngineLimits
 from minirt.engine.plan import plan_step
-from minirt.engine.schedule.scheduler import Work
+from minirt.engine.schedule.scheduler import Work, scheduled_prompts
 from minirt.engine.state.sequence import Sequence
 from minirt.engine.state.slots import HostSlots
 from minirt.errors import InputError
@@ -207,7 +207,7 @@ def test_a_slot_that_comes_back_is_filled_anew():
         for first in (True, False):
             length = len(sequence.tokens)
             planned = PlannedSequences.of([(slot, 0 if first else -1, length if first else 1, 1, 1, length)])
-            work = Work(planned, slots.epochs[[slot]], [(0, sequence)] if first else [])
+            work = Work(planned, slots.epochs[[slot]], scheduled_prompts(planned, [sequence] if first else []))
             result = runner.start(plan_step(work, slots, runner.columns, VOCAB)).result()
             slots.num_sent[slot] = 3
             slots.extend(planned.slots, result.counts, result.tokens, 0.0)
@@ -311,7 +311,8 @@ def test_greedy_steps_need_no_logits_unless_somebody_asks(monkeypatch):
         sequence, slots = Sequence(Request(0, [1], own), 9, rules=Rules.of(own, (), ())), HostSlots(EngineLimits(64, 1, 64), 16)
         sequence.constraint = object() if options is None else None
         sequence.take_slot(slots, [0])
-        work = Work(PlannedSequences.of([(0, 0, 1, 1, 1, 1)]), slots.epochs, [(0, sequence)])
+        planned = PlannedSequences.of([(0, 0, 1, 1, 1, 1)])
+        work = Work(planned, slots.epochs, scheduled_prompts(planned, [sequence]))
         if runner.start(plan_step(work, slots, runner.columns, VOCAB)) is None:
             runner.masks(1).fill_(-1)
             runner.draw()

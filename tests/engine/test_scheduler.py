@@ -316,8 +316,8 @@ class Prompts:
             draws = work.planned.num_draws
             self.it.slots.steps[work.planned.slots] -= draws > 0
             self.it.slots.unread[work.planned.slots] -= draws
-            for place, sequence in work.prompts:
-                computed[sequence.id] = int(work.planned.num_tokens[place])
+            for place, sequence, chunk in work.prompts:
+                computed[sequence.id] = chunk.num_tokens
                 if draws[place]:
                     self.ends[sequence.id] = len(self.steps)
                     if sequence.id not in self.stays:

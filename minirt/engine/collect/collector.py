@@ -73,16 +73,16 @@ class Collector:
         slots.steps[drawing] -= 1
         slots.unread[drawing] -= draws
         self._scheduler.register(drawing[reasons != Reason.NO_TOKEN])
-        for place, sequence in work.prompts:
-            if not planned.num_draws[place] and same[place] and sequence.slot >= 0:
-                self._scheduler.register_pages(sequence, min(int(planned.seq_lens[place]), len(sequence.tokens) - 1))
+        for place, sequence, chunk in work.prompts:
+            if not chunk.num_draws and same[place] and sequence.slot >= 0:
+                self._scheduler.register_pages(sequence, min(chunk.stop, len(sequence.tokens) - 1))
         return outputs
 
     def _scores(self, result: StepResult, work: Work) -> list[TokenOutput]:
         """Keep a step's log-probabilities and logits of prompts. Returns the outputs of requests that are complete."""
-        outputs, rows, planned = list[TokenOutput](), iter(result.scored), work.planned
-        for place, sequence in work.prompts:
-            if planned.num_logits[place] == planned.num_draws[place]:
+        outputs, rows = list[TokenOutput](), iter(result.scored)
+        for _, sequence, chunk in work.prompts:
+            if chunk.num_logits == chunk.num_draws:
                 continue
             scored = next(rows)
             if self._requests.get(sequence.id) is not sequence:  # it ended or was aborted after this step had started

@@ -34,17 +34,42 @@ _ANY_TIME = 1e9  # seconds
 _PROMPT_TILE = 128  # chunks of prompts that time limits have a multiple of this number of tokens
 
 
+class PromptChunk(NamedTuple):
+    """What a step computes of a prompt, in the order of `PlannedSequences`."""
+
+    slot: int
+    start: int
+    num_tokens: int
+    num_logits: int
+    num_draws: int
+    stop: int
+
+
+class ScheduledPrompt(NamedTuple):
+    """A sequence whose new tokens the host knows. `place`: among the sequences of the step."""
+
+    place: int
+    sequence: Sequence
+    chunk: PromptChunk
+
+
+def scheduled_prompts(planned: PlannedSequences, sequences: Iterable[Sequence]) -> list[ScheduledPrompt]:
+    """The sequences of a step of prompts alone, in order."""
+    return [ScheduledPrompt(i, each, PromptChunk(*planned.values[:, i].tolist())) for i, each in enumerate(sequences)]
+
+
 class Work(NamedTuple):
     """The sequences of the next step.
 
     Args:
         epochs: [B], of their slots; see `HostSlots`.
-        prompts: those whose new tokens the host knows, with their places among all.
+        prompts: those whose new tokens the host knows, after the others. Python looks at each, with as few calls of NumPy as
+            possible: after a wait, a call takes some 10 µs.
     """
 
     planned: PlannedSequences
     epochs: np.ndarray
-    prompts: list[tuple[int, Sequence]]
+    prompts: list[ScheduledPrompt]
     copies: Copies = NO_COPIES
     snapshots: tuple[Snapshot, ...] = ()
 
@@ -72,17 +97,6 @@ class _Room(NamedTuple):
 
     def less(self, other: "_Room") -> "_Room":
         return _Room._make(map(operator.sub, self, other))
-
-
-class _Chunk(NamedTuple):
-    """What a step computes of a prompt, in the order of `PlannedSequences`."""
-
-    slot: int
-    start: int
-    num_tokens: int
-    num_logits: int
-    num_draws: int
-    stop: int
 
 
 _age, _size = operator.attrgetter("rank"), operator.attrgetter("size_rank")
@@ -303,36 +317,42 @@ class Scheduler:
         admits = bool(self.waiting) and len(self.running) < self.limits.max_num_seqs
         rows = self._most_rows - len(self.running)  # beside one draw of each running sequence
         slots, counts, lens = self._schedule_decoding(limit, self._most_splits, rows - admits)
-        going_on, chunks = len(slots), dict[Sequence, _Chunk]()
+        going_on, chunks = len(slots), dict[Sequence, PromptChunk]()
         used = going_on if self.draft_lengths is None else int(counts.sum())
         if used < limit and (self._prefilling or self.waiting):
             limited = going_on and self.prompt_time is not None and self.limits.max_step_ms
             seconds = self.limits.max_step_ms / 1e3 if limited else _ANY_TIME
-            room = _Room(limit - used, rows - used + going_on, self._most_splits - int(_splits(lens).sum()), seconds)
+            splits = self._most_splits - (int(_splits(lens).sum()) if going_on else 0)
+            room = _Room(limit - used, rows - used + going_on, splits, seconds)
             chunks = self._schedule_prompts(room, admits and self.num_preemptions == preemptions)
         if not going_on and not chunks:
             return None
         copies = NO_COPIES if self._states is None else self._states.copies()
-        values = np.empty((6, going_on + len(chunks)), np.int64)
-        first = values[:, :going_on]
-        first[0], first[1], first[2:5], first[5] = slots, -1, counts, lens
-        if not chunks:
-            planned = PlannedSequences(values, *values, used, used, used)  # type: ignore[call-arg]
-            return Work(planned, self.slots.epochs[slots], [], copies)
-        values[:, going_on:] = np.transpose(list(chunks.values()))
-        planned, places = PlannedSequences.with_totals(values), list(enumerate(chunks, going_on))
+        prompts = [ScheduledPrompt(place, *item) for place, item in enumerate(chunks.items(), going_on)]
+        if going_on:
+            values = np.empty((6, going_on + len(chunks)), np.int64)
+            first = values[:, :going_on]
+            first[0], first[1], first[2:5], first[5] = slots, -1, counts, lens
+            if chunks:
+                values[:, going_on:] = np.transpose(list(chunks.values()))
+        else:
+            values = np.array(list(chunks.values()), np.int64).T
+        tokens = logits = draws = used
+        for chunk in chunks.values():
+            tokens, logits, draws = tokens + chunk.num_tokens, logits + chunk.num_logits, draws + chunk.num_draws
+        planned = PlannedSequences(values, *values, tokens, logits, draws)  # type: ignore[call-arg]
         snapshots: tuple[Snapshot, ...] = ()
-        if self._states is not None:
-            snapshots = self._states.snapshots(places, [chunk.stop for chunk in chunks.values()])
-        return Work(planned, self.slots.epochs[planned.slots], places, copies, snapshots)
+        if self._states is not None and chunks:
+            snapshots = self._states.snapshots([prompt[:2] for prompt in prompts], [chunk.stop for chunk in chunks.values()])
+        return Work(planned, self.slots.epochs[planned.slots], prompts, copies, snapshots)
 
-    def _schedule_prompts(self, room: _Room, admits: bool) -> dict[Sequence, _Chunk]:
+    def _schedule_prompts(self, room: _Room, admits: bool) -> dict[Sequence, PromptChunk]:
         """The prompts of the next step, of sequences that are admitted already, and of waiting ones if `admits`.
 
         Half of the room goes to the oldest prompts, the rest to those with the fewest tokens left. So a short prompt does not
         wait for a long one, and a long one takes at most twice as long beside any number of short ones.
         """
-        chunks = dict[Sequence, _Chunk]()
+        chunks = dict[Sequence, PromptChunk]()
         first = part = room if len(self._prefilling) + len(self.waiting) == 1 else room.half()
         for rank, waiting in ((_age, self.waiting.oldest), (_size, self.waiting.smallest)):
             prompts = self._prefilling.values()
@@ -365,7 +385,7 @@ class Scheduler:
             part = part.plus(room).less(first)
         return chunks
 
-    def _taken(self, chunk: _Chunk) -> _Room:
+    def _taken(self, chunk: PromptChunk) -> _Room:
         """What a prompt takes of a step's room."""
         seconds = 0.0 if self.prompt_time is None else self.prompt_time.seconds(chunk.start, chunk.num_tokens)
         return _Room(chunk.num_tokens, max(0, chunk.num_logits - 1), _splits(chunk.stop), seconds)
@@ -434,7 +454,7 @@ class Scheduler:
             kept &= [host.sequences[slot] is not None for slot in slots.tolist()]
         return slots[kept], counts[kept], lens[kept]
 
-    def _chunk(self, sequence: Sequence, room: _Room, least: int = 0) -> _Chunk | None:
+    def _chunk(self, sequence: Sequence, room: _Room, least: int = 0) -> PromptChunk | None:
         """What a step computes of a sequence's known tokens within a room; None: nothing.
 
         Args:
@@ -451,11 +471,11 @@ class Scheduler:
             stop = self._states.chunk_end(sequence, start, stop)
         draws = int(stop == sequence.prefill_len and not sequence.logits_only)
         scored = max(0, min(stop, sequence.prefill_len - draws) - first)
-        return _Chunk(sequence.slot, start, stop - start, scored + draws, draws, stop)
+        return PromptChunk(sequence.slot, start, stop - start, scored + draws, draws, stop)
 
     def started(self, work: Work) -> None:
         """A step with these sequences was started."""
-        host, slots, draws = self.slots, work.planned.slots, work.planned.num_draws
+        host, slots = self.slots, work.planned.slots
         self.starting, self.clock, self._steps_since = None, self.clock + work.planned.total_tokens, self._steps_since + 1
         if self._steps_since >= self._until_larger:
             self._limit_tokens, self._steps_since = min(2 * self._limit_tokens, self.limits.max_num_batched_tokens), 0
@@ -464,20 +484,22 @@ class Scheduler:
         for slot in host.unsent.intersection(slots.tolist()) if host.unsent else ():
             host.num_sent[slot] = host.num_pages[slot]
             host.unsent.remove(slot)
-        for place, sequence in work.prompts:
+        if going_on := len(slots) - len(work.prompts):
+            host.steps[slots[:going_on]] += 1
+            host.unread[slots[:going_on]] += work.planned.num_draws[:going_on]
+        for _, sequence, chunk in work.prompts:
             if sequence.slot < 0:  # it has ended while the step was being started
                 continue
-            _, _, num_tokens, num_logits, num_draws, _ = work.planned.values[:, place].tolist()
-            sequence.num_prefilled += num_tokens
-            sequence.num_scored += num_logits - num_draws
+            sequence.num_prefilled += chunk.num_tokens
+            sequence.num_scored += chunk.num_logits - chunk.num_draws
             if self._states is not None:
                 self._states.computed(sequence)
             if sequence.num_prefilled == sequence.prefill_len:
                 self._prefilling.pop(sequence.id, None)
-                if num_draws:
-                    self._decoding[sequence.slot], self._decoding_slots = sequence, None
-        host.steps[slots] += draws > 0
-        host.unread[slots] += draws
+                if chunk.num_draws:
+                    self._decoding[chunk.slot], self._decoding_slots = sequence, None
+                    host.steps[chunk.slot] += 1
+                    host.unread[chunk.slot] += chunk.num_draws
 
     def failed(self, work: Work) -> None:
         """A step with these sequences did not start, because memory ran out in the middle of its layers.

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from minirt.engine.state.sequence import Sequence
 
 NEVER = np.iinfo(np.int64).max
+FEW = 3  # up to this number of sequences, one after the other is faster: after a wait, each call of NumPy takes some 10 µs
 SHORT = 4096  # tokens for which a free slot keeps memory, 48 KiB: returning it takes microseconds
 
 
@@ -151,14 +152,20 @@ class HostSlots:
             How many tokens each has taken, up to the one that ends it, and the `Reason` why it ends, [N] each.
         """
         taken, reasons = counts.copy(), np.zeros(len(slots), np.int64)
-        lengths, final, ends = self.lengths[slots], self.final_lens[slots], self.ends[slots]
-        stops = (tokens < 0) | (tokens[:, :, None] == ends[:, None]).any(2)
-        for i in ((lengths + counts >= final) | stops.any(1)).nonzero()[0].tolist():  # a stop rule may apply
-            new = tokens[i, : counts[i]].tolist()
-            taken[i], reasons[i] = accept(new, int(lengths[i]), int(final[i]), ends[i].tolist())
-        for column in range(tokens.shape[1]):
-            rows = slice(None) if column == 0 and taken.all() else (column < taken).nonzero()[0]
-            places = slots[rows], lengths[rows] + column
-            self.tokens[places], self.times[places] = tokens[rows, column], now
-        self.lengths[slots] = lengths + taken
+        others: Iterable[int] = range(len(slots))
+        if len(slots) > FEW:  # arrays, for those that no stop rule concerns
+            lengths, inside = self.lengths[slots], np.arange(tokens.shape[1]) < counts[:, None]
+            stops = (tokens < 0) | (tokens[:, :, None] == self.ends[slots][:, None]).any(2)
+            ending = (lengths + counts >= self.final_lens[slots]) | (inside & stops).any(1)
+            rows, columns = (inside & ~ending[:, None]).nonzero()
+            places = slots[rows], lengths[rows] + columns
+            self.tokens[places], self.times[places] = tokens[rows, columns], now
+            self.lengths[slots] = lengths + np.where(ending, 0, counts)
+            others = ending.nonzero()[0].tolist()
+        for i in others:
+            slot, new = slots[i], tokens[i, : counts[i]].tolist()
+            length = int(self.lengths[slot])
+            taken[i], reasons[i] = count, _ = accept(new, length, int(self.final_lens[slot]), self.ends[slot].tolist())
+            self.tokens[slot, length : length + count], self.times[slot, length : length + count] = new[:count], now
+            self.lengths[slot] = length + count
         return taken, reasons
