@@ -185,44 +185,6 @@ def embedding(step: Step) -> Problem:
     )  # fmt: skip
 
 
-def rms_norm(step: Step) -> Problem:
-    kernel, cost = operation("rms_norm")
-    inputs, (T, H, eps) = Inputs(step), (step.tokens, step.config.hidden_size, step.config.rms_norm_eps)
-    x, weight, out = inputs.normal(T, H, scale=3.0), inputs.norm(H), inputs.nan(T, H)
-    return problem(
-        step, f"H={H}", lambda: reference.rms_norm(x, weight, eps), lambda: kernel(x, weight, eps, out, check=False),
-        lambda rows: reference.rms_norm(x[rows].double(), weight.double(), eps), cost(T, H, x.itemsize),
-        library={"library": Form(lambda: F.rms_norm(x, (H,), weight, eps))}, outputs=[out],
-    )  # fmt: skip
-
-
-def rms_norm_quantize(step: Step) -> Problem:
-    kernel, cost = operation("rms_norm_quantize")
-    inputs, (T, H, eps) = Inputs(step), (step.tokens, step.config.hidden_size, step.config.rms_norm_eps)
-    x, weight, out = inputs.normal(T, H, scale=3.0), inputs.norm(H), inputs.quantized(T, H)
-
-    def compute(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return reference.quantize_fp8(reference.rms_norm(x, weight, eps))
-
-    return problem(
-        step, f"H={H}", lambda: compute(x, weight), lambda: kernel(x, weight, eps, *out, check=False),
-        lambda rows: dequantized(compute(x[rows].double(), weight.double())).double(), cost(T, H, x.itemsize, 1),
-        view=dequantized, outputs=out, rounded=True,
-    )  # fmt: skip
-
-
-def norm_residual(step: Step) -> Problem:
-    kernel, cost = operation("norm_residual")
-    inputs, (T, H, eps) = Inputs(step), (step.tokens, step.config.hidden_size, step.config.rms_norm_eps)
-    y, residual, weight, out = inputs.normal(T, H, scale=3.0), inputs.normal(T, H), inputs.norm(H), inputs.nan(T, H)
-    return problem(
-        step, f"H={H}", lambda: reference.norm_residual(y, weight, eps, residual),
-        lambda: kernel(y, weight, eps, residual, out, check=False),
-        lambda rows: reference.norm_residual(y[rows].double(), weight.double(), eps, residual[rows].double()),
-        cost(T, H, y.itemsize, residual=True), outputs=[out],
-    )  # fmt: skip
-
-
 def quantize(step: Step) -> Problem:
     """Quantize the inputs of the down projection, the widest of a model. The first value of each row is an outlier."""
     kernel, cost = operation("quantize")

@@ -24,7 +24,7 @@ def _row(*cells: str) -> str:
 def functions() -> str:
     """The operations that `minirt.kernels` exports."""
     rows = [
-        _row(f"`{operation.name}`", operation.what, "yes" if operation.schema else "–")
+        _row(f"`{operation.name}`", operation.what, "–" if operation.no_op else "yes")
         for operation in OPERATIONS.values()
         if operation.exported
     ]

@@ -10,7 +10,7 @@ from support.raising import raises
 
 from minirt.errors import InputError
 from minirt.kernels import reference
-from minirt.kernels.checks import ACTIVATIONS
+from minirt.kernels.activations import ACTIVATIONS
 from minirt.kernels.launch import Gpu, Workspace
 from minirt.kernels.linear import dispatch as kernel
 from minirt.kernels.linear.gemm_small import GemmSmallConfig, rule
