@@ -79,7 +79,7 @@ def tensor_checker(declaration: Declaration) -> Callable[[Values], dict[str, int
     numbers = [argument.name for argument in declaration.arguments if argument.type == "int"]
     pairs = [(argument.name, argument.together) for argument in declaration.arguments if argument.together]
     has_activation = any(argument.type == "activation" for argument in declaration.arguments)
-    first = declaration.first
+    first, makes_fp8 = declaration.first, any(result.type == "fp8" for result in declaration.results)
 
     def check(values: Values) -> dict[str, int]:  # eager calls of ops wait for it
         if has_activation:
@@ -89,14 +89,14 @@ def tensor_checker(declaration: Declaration) -> Callable[[Values], dict[str, int
                 raise InputError("only one of both is given", where=f"{name}, {other}", expected="both or none")
         sizes, device = {name: values[name] for name in numbers}, values[first].device
         for tensor in tensors:
-            name, optional, axes, count, more, rules, like, dtypes, strides = tensor
+            name, optional, axes, ndim, more, rules, like, dtypes, strides = tensor
             x = values.get(name)
             if x is None:
                 if optional:
                     continue
                 raise InputError("missing", where=name, expected="a tensor")
             shape, before = x.shape, len(sizes)
-            fits = len(shape) == count or (more and len(shape) > count)
+            fits = len(shape) == ndim or (more and len(shape) > ndim)
             for axis, n in zip(axes, shape):  # noqa: B905  (strict takes time)
                 if axis.__class__ is str:
                     fits = sizes.setdefault(axis, n) == n and fits
@@ -114,6 +114,8 @@ def tensor_checker(declaration: Declaration) -> Callable[[Values], dict[str, int
                     raise InputError("wrong device", where=name, expected=device, found=x.device)
                 if strides != "any strides" and not x.is_contiguous():
                     _check_strides(name, x, strides)
+        if makes_fp8:
+            require_fp8(device)
         return sizes
 
     return check
@@ -123,7 +125,7 @@ class _Compiled(NamedTuple):
     """A tensor of a declaration, as `tensor_checker` needs it.
 
     Attributes:
-        axes: see `compiled_axis`. `count`: how many; `more`: there may be more.
+        axes: see `compiled_axis`. `ndim`: how many; `more`: there may be more.
         rules: axes whose size is limited.
         like: an argument whose dtype is allowed. `dtypes`: see `compiled_dtypes`; None: the operation's `check` looks at the
             dtype, the device and the strides.
@@ -132,7 +134,7 @@ class _Compiled(NamedTuple):
     name: str
     optional: bool
     axes: list[str | CodeType | None]
-    count: int
+    ndim: int
     more: bool
     rules: list[tuple[str, Size]]
     like: str | None
@@ -231,11 +233,6 @@ def check_activations(name: str, tensor: Tensor, ndim: int = 2) -> None:
 
 
 # What text cannot say: the `check` of operations. `sizes` are those of the axes in their declarations.
-
-
-def check_fp8(sizes: dict[str, int], x: Tensor, **rest: Any) -> None:
-    """UnsupportedError on a GPU without FP8."""
-    require_fp8(x.device)
 
 
 def check_rotary(sizes: dict[str, int], cos: Tensor, **rest: Any) -> None:

@@ -11,7 +11,7 @@ by name. The type of a tensor is its axes, its dtype and its strides:
     [any]  [N, ...]      any size; any axes after the first
     activations          bf16, fp16 or fp32
     of x                 x's dtype
-    fp32 fp8 int32 …     this dtype; of x or fp32: one of both
+    fp32 fp8 int32 …     this dtype; of x or fp32: one of both. A result in fp8 needs a GPU with FP8
     of x or fp8 with s   fp8 if the argument `s` is given, else x's dtype
     any dtype            the operation's `check` says which
     rows apart           only the last axis must be contiguous; any strides: none must; without: all must
@@ -21,7 +21,9 @@ A result of type `like x` has x's shape, dtype and order of axes in memory. This
 """
 
 import re
+from ast import literal_eval
 from functools import cached_property
+from inspect import Parameter, Signature
 from typing import NamedTuple
 
 _ARGUMENT = re.compile(r"(\*)|(\w+)([?!]*): (?:\[([^]]*)\] )?([\w ]+?)(?: = ([\w.-]+))?(?=, |$)")
@@ -49,6 +51,11 @@ class Argument(NamedTuple):
     together: str | None = None
     default: str | None = None
     by_name: bool = False
+
+    @property
+    def rows(self) -> bool:
+        """Whether it is a tensor [T, …] of two axes, so that a function of modules takes any leading dimensions."""
+        return self.axes is not None and len(self.axes) == 2 and self.axes[0] == "T"
 
     @property
     def bound(self) -> bool:
@@ -80,6 +87,17 @@ class Declaration:
     def first(self) -> str:
         """The first argument that is a tensor. The others must be on its device."""
         return next(argument.name for argument in self.arguments if argument.axes is not None)
+
+    @property
+    def signature(self) -> Signature:
+        """The signature of a function in Python, without types."""
+        return Signature([
+            Parameter(
+                argument.name, Parameter.KEYWORD_ONLY if argument.by_name else Parameter.POSITIONAL_OR_KEYWORD,
+                default=Parameter.empty if argument.default is None else literal_eval(argument.default),
+            )
+            for argument in self.arguments
+        ])  # fmt: skip
 
     @property
     def schema(self) -> str:

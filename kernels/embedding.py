@@ -40,6 +40,6 @@ def embedding(tokens: Tensor, table: Tensor, out: Tensor | None = None, *, check
     return out
 
 
-def cost(T: int, H: int, itemsize: int) -> tuple[int, int]:
+def cost(T: int, V: int, H: int, itemsize: int) -> tuple[int, int]:
     """(bytes read and written, floating-point operations)."""
     return T * (8 + 2 * H * itemsize), 0

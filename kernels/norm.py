@@ -95,7 +95,7 @@ def rms_norm_quantize(
     With `blocks`, the scale is [T, ⌈H / 128⌉], as that of `quantize`.
     """
     if check:
-        check_arguments("rms_norm_quantize", x=x, weight=weight, out=out, scale=scale)
+        check_arguments("rms_norm_quantize", x=x, weight=weight, out=out)
     require_fp8(x.device)
     out, scale = quantized_buffers(x, out, scale, check, blocks)
     _launch(x, weight, eps, out, None, scale, blocks, early, pdl)
@@ -114,7 +114,16 @@ def _launch(
         _rms_norm_kernel[(T,)](x, weight, residual, out, scale, H, eps, BLOCK_H=block, GROUP=group, EARLY=early, **options)
 
 
-def cost(T: int, H: int, itemsize: int, out_itemsize: int | None = None, *, residual: bool = False) -> tuple[int, int]:
-    """(bytes read and written, floating-point operations); `out_itemsize` if the output's differs: 1 if it is quantized."""
-    added = T * H if residual else 0
-    return (T * H + H + added) * itemsize + T * H * (out_itemsize or itemsize), 4 * T * H + added
+def cost(T: int, H: int, itemsize: int) -> tuple[int, int]:
+    """(bytes read and written, floating-point operations) of `rms_norm`."""
+    return (2 * T * H + H) * itemsize, 4 * T * H
+
+
+def residual_cost(T: int, H: int, itemsize: int) -> tuple[int, int]:
+    """`cost` of `norm_residual`."""
+    return (3 * T * H + H) * itemsize, 5 * T * H
+
+
+def quantized_cost(T: int, H: int, itemsize: int) -> tuple[int, int]:
+    """`cost` of `rms_norm_quantize`."""
+    return (T * H + H) * itemsize + T * H, 4 * T * H

@@ -28,9 +28,10 @@ class Operation:
         kernels: the tables of regimes that choose its kernels, and other kernels that it may run.
         reference: functions of `minirt.kernels.reference` (or of the place named) that together define the result. Of an op it is
             one function, with the arguments of the declaration.
-        cost: the function that returns (bytes, floating-point operations) of the work. None: it is too small to be measured.
+        cost: the function that returns (bytes, floating-point operations) of the work; its arguments are sizes of axes and
+            `itemsize`, of an activation. None: the work is too small to be measured.
         cases: the shapes that its tests have in common; of an op, sizes of axes.
-        exported: whether `minirt.kernels` has the function. It cannot have one whose name is that of its module.
+        exported: whether `minirt.kernels` has the function, as it has those of ops. It cannot have one named like its module.
         arguments: and results, as `minirt.kernels.declaration` describes them. Names are those of the function's parameters.
         check: a function that checks what the declaration cannot say, see `minirt.kernels.checks`.
         launch: of an op, a function that returns further arguments of the operation's function on a GPU, by name.
@@ -45,7 +46,7 @@ class Operation:
     reference: tuple[str, ...]
     cost: str | None = None
     cases: str | None = None
-    exported: bool = True
+    exported: bool = False
     arguments: str | None = None
     check: str | None = None
     launch: str | None = None
@@ -74,6 +75,7 @@ def find(place: str) -> Any:
 
 
 _LINEAR = ("linear.dispatch:REGIMES", "norm:_rms_norm_kernel", "quantize:REGIMES")
+_TABLE = "the table of slots is minirt's, for its steps"
 _PAGED = "attention.prefill:cost"
 _PAGES = (
     "k_pages: [P, page_size: page, Nkv, D] of q or fp8 with k_scales, v_pages: [P, page_size, Nkv, D] of k_pages, "
@@ -89,7 +91,7 @@ OPERATIONS = {
     for operation in (
         Operation(
             "embedding", "embedding", "rows of the embedding table", ("embedding:_embedding_kernel",), ("embedding",),
-            "embedding:cost", "embedding:CASES", exported=False,
+            "embedding:cost", "embedding:CASES",
             arguments="tokens: [T] int64, table: [V, H] activations -> out: [T, H] of table",
         ),
         Operation(
@@ -98,21 +100,21 @@ OPERATIONS = {
         ),
         Operation(
             "norm_residual", "norm", "RMSNorm and residual", ("norm:_rms_norm_kernel",), ("norm_residual",),
-            "norm:cost", "norm:CASES",
+            "norm:residual_cost", "norm:CASES",
             arguments="y: [T, H] activations, weight: [H: norm] of y, eps: float, residual: [T, H] of y -> out: [T, H] of y",
         ),
         Operation(
             "rms_norm_quantize", "norm", "RMSNorm and FP8 quantization", ("norm:_rms_norm_kernel",),
-            ("rms_norm_quantize",), "norm:cost", "norm:CASES",
+            ("rms_norm_quantize",), "norm:quantized_cost", "norm:CASES",
             arguments="x: [T, H] activations, weight: [H: norm] of x, eps: float, *, blocks: bool = False "
             "-> out: [T, H] fp8, scale: [T, ...] fp32",
-            check="checks:check_fp8", fake="reference:empty_quantized",
+            fake="reference:empty_quantized",
         ),
         Operation(
             "quantize", "quantize", "FP8 quantization with one scale per token, or per token and 128 columns",
-            ("quantize:REGIMES",), ("quantize",), "quantize:cost", "quantize:CASES", exported=False,
+            ("quantize:REGIMES",), ("quantize",), "quantize:cost", "quantize:CASES",
             arguments="x: [T, K] activations, *, blocks: bool = False -> out: [T, K] fp8, scale: [T, ...] fp32",
-            check="checks:check_fp8", fake="reference:empty_quantized",
+            fake="reference:empty_quantized",
         ),
         Operation(
             "norm_linear", "linear.dispatch", "RMSNorm, linear layer", _LINEAR, ("norm_linear",), "linear.dispatch:cost",
@@ -174,7 +176,7 @@ OPERATIONS = {
         ),
         Operation(
             "paged_attention_decode_few", "attention.dispatch", "causal attention of up to 8 new tokens per sequence on KV pages",
-            ("attention.dispatch:FEW",), ("paged_attention",), _PAGED, "attention.decode_few:CASES",
+            ("attention.dispatch:FEW",), ("paged_attention",), _PAGED, "attention.decode_few:CASES", exported=True,
             no_op="`paged_attention_prefill` is the op for several new tokens",
         ),
         Operation(
@@ -189,21 +191,18 @@ OPERATIONS = {
         ),
         Operation(
             "gated_delta_net", "gated_delta.dispatch", "gated DeltaNet after its projections: convolution, rule, gated norm",
-            ("gated_delta.dispatch:DECODE", "gated_delta.dispatch:CHUNK"),
-            ("gated_delta.reference:gated_delta_net",), "gated_delta.dispatch:cost", "gated_delta.dispatch:CASES",
-            exported=False,
-            no_op="it reads and writes the states of minirt's slots",
+            ("gated_delta.dispatch:DECODE", "gated_delta.dispatch:CHUNK"), ("gated_delta.reference:gated_delta_net",),
+            "gated_delta.dispatch:cost", "gated_delta.dispatch:CASES", no_op="it reads and writes the states of minirt's slots",
         ),
         Operation(
             "router_logits", "moe.dispatch", "RMSNorm and the logits of a mixture's router", ("moe.dispatch:ROUTER",),
-            ("rms_norm", "linear"), "moe.router:cost", "moe.router:CASES", exported=False,
+            ("rms_norm", "linear"), "moe.router:cost", "moe.router:CASES",
             no_op="with more than few tokens, its result is partial sums for `mixture_residual`",
         ),
         Operation(
             "route", "moe.route", "a mixture's choice of experts; tokens sorted by expert",
             ("moe.route:_choose_kernel", "moe.route:_place_kernel"), ("route", "expert_tiles"), "moe.route:cost",
-            "moe.route:CASES", exported=False,
-            no_op="its result is tiles for the kernels of experts",
+            "moe.route:CASES", no_op="its result is tiles for the kernels of experts",
         ),
         Operation(
             "mixture_residual", "moe.dispatch", "a mixture's chosen experts and the residual", ("moe.dispatch:REGIMES",),
@@ -218,71 +217,65 @@ OPERATIONS = {
         Operation(
             "sample", "sampling.sample", "a token for each row of logits: temperature, top-k, top-p, min-p, draw",
             ("sampling.sample:_race_kernel", "sampling.sample:_check_kernel", "sampling.filters:_select_kernel"),
-            ("minirt.engine.sampler:sample",), "sampling.sample:cost", "sampling.sample:CASES",
+            ("minirt.engine.sampler:sample",), "sampling.sample:cost", "sampling.sample:CASES", exported=True,
             no_op="its reference is the engine's sampler, which `kernels` may not import",
         ),
         Operation(
             "process", "sampling.process", "masks, biases and penalties of logits", ("sampling.process:_process_kernel",),
-            ("minirt.engine.logits_processors:process",), exported=False,
-            no_op="it reads and counts in buffers of minirt's sampler",
+            ("minirt.engine.logits_processors:process",), no_op="it reads and counts in buffers of minirt's sampler",
         ),
         Operation(
             "token_logprobs", "sampling.logprobs", "log-probabilities and ranks of tokens, and the most probable tokens",
             ("sampling.logprobs:_parts_kernel", "sampling.logprobs:_combine_kernel"), ("minirt.engine.logprobs:token_logprobs",),
-            exported=False,
             no_op="its result is packed for minirt's sampler",
         ),
         Operation(
             "edit_table", "step.kernels", "the host's edits of the table of slots", ("step.kernels:_edit_kernel",),
-            ("step.table:edit_table",), exported=False,
-            no_op="it changes the table of slots, which only minirt's step has",
+            ("step.table:edit_table",), no_op=_TABLE,
         ),
         Operation(
             "derive", "step.kernels", "a step's input, from the table of slots", ("step.kernels:_derive_kernel",),
-            ("step.table:derive",), exported=False,
-            no_op="it fills the buffers of minirt's step",
+            ("step.table:derive",), no_op="it fills the buffers of minirt's step",
         ),
         Operation(
             "commit", "step.kernels", "a step's tokens into the table of slots", ("step.kernels:_commit_kernel",),
-            ("step.table:commit",), exported=False,
-            no_op="it changes the table of slots, which only minirt's step has",
+            ("step.table:commit",), no_op=_TABLE,
         ),
         Operation(
-            "report", "step.kernels", "a step's drafts, for the host", ("step.kernels:_report_kernel",),
-            ("step.table:report",), exported=False,
-            no_op="it reads the table of slots, which only minirt's step has",
+            "report", "step.kernels", "a step's drafts, for the host", ("step.kernels:_report_kernel",), ("step.table:report",),
+            no_op=_TABLE,
         ),
         Operation(
             "copy_rows", "step.copies", "a row of many tensors to another row", ("step.copies:_copy_rows_kernel",),
-            ("step.rows:copy_rows",), exported=False,
-            no_op="it copies states and pages of minirt's KV cache",
+            ("step.rows:copy_rows",), no_op="it copies states and pages of minirt's KV cache",
         ),
         Operation(
             "propose", "speculative.ngram", "drafts by n-gram matching", ("speculative.ngram:_ngram_kernel",),
-            ("speculative.reference:propose",), exported=False,
-            no_op="it changes the table of slots, which only minirt's step has",
+            ("speculative.reference:propose",), no_op=_TABLE,
         ),
         Operation(
             "draft_input", "speculative.draft_input", "the input of a draft model: a token's embedding and a hidden state",
             ("speculative.draft_input:_draft_input_kernel",), ("embedding", "rms_norm"),
-            cases="speculative.draft_input:CASES", exported=False,
+            cases="speculative.draft_input:CASES",
             arguments="tokens: [T] int64, table: [V, H] of hidden, hidden: [T, H] activations, token_norm: [H: norm] of hidden, "
             "hidden_norm: [H: norm] of hidden, eps: float -> out: [T, 2 * H] of hidden",
             no_op="only the layers of a draft model have it",
         ),
         Operation(
             "first_pass", "speculative.draft_model", "the tokens of a draft model's first pass",
-            ("speculative.draft_model:_first_pass_kernel",), ("speculative.draft_model_reference:first_pass",),
-            exported=False, no_op="it reads the table of slots, which only minirt's step has",
+            ("speculative.draft_model:_first_pass_kernel",), ("speculative.draft_model_reference:first_pass",), no_op=_TABLE,
         ),
         Operation(
             "draw", "speculative.draft_model", "a draft of each sequence, and the input of the next pass",
             ("speculative.draft_model:_race_kernel", "speculative.draft_model:_draw_kernel"),
-            ("speculative.draft_model_reference:draw",), exported=False,
-            no_op="it changes the table of slots, which only minirt's step has",
+            ("speculative.draft_model_reference:draw",), no_op=_TABLE,
         ),
     )
 }  # fmt: skip
 # What `minirt.kernels` exports besides the functions of `OPERATIONS`.
 HELPERS = {"RowMaxima": "linear.product", "Workspace": "launch", "row_maxima_tiles": "linear.dispatch"}
-EXPORTED = {name: operation.module for name, operation in OPERATIONS.items() if operation.exported} | HELPERS
+EXPORTED = {
+    name: operation.module
+    for name, operation in OPERATIONS.items()
+    if operation.exported or (operation.no_op is None and name != operation.module)
+} | HELPERS

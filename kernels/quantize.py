@@ -135,7 +135,7 @@ def quantize(
     `early`, `pdl`: as for `rms_norm`.
     """
     if check:
-        check_arguments("quantize", x=x, out=out, scale=scale)
+        check_arguments("quantize", x=x, out=out)
     require_fp8(x.device)
     out, scale = quantized_buffers(x, out, scale, check, blocks)
     T, K = x.shape

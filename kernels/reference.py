@@ -5,7 +5,7 @@ rotates halves in the activation dtype; softmax is in fp32.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -23,7 +23,9 @@ _EXACT_SCORES = 1 << 24  # scores that `_exact_attention` holds at a time
 
 
 # The formulas of `activations.ACTIVATIONS`.
-ACTIVATE = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh")}
+ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu, "gelu": F.gelu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+}  # fmt: skip
 
 
 def embedding(tokens: Tensor, table: Tensor) -> Tensor:
@@ -352,8 +354,8 @@ def mixture_residual(
 ) -> Tensor:  # fmt: skip
     """residual + `mixture` of the experts that `route` chooses, of the normalized h (unless norm_weight is None)."""
     h = h if norm_weight is None else rms_norm(h, norm_weight, eps)
-    operands = gate_up, down, activation, gate_up_scale, down_scale
-    return residual + mixture(h, *route(logits, top_k, normalize), *operands)
+    weights, experts = route(logits, top_k, normalize)
+    return residual + mixture(h, weights, experts, gate_up, down, activation, gate_up_scale, down_scale)
 
 
 def rope(x: Tensor, cos_sin: Tensor | None, scales: Tensor | None = None) -> Tensor:
@@ -420,11 +422,11 @@ def empty_quantized(x: Tensor, blocks: bool = False, **rest: Any) -> tuple[Tenso
 
 def quantize(x: Tensor, blocks: bool = False) -> tuple[Tensor, Tensor]:
     """x [T, K] → values [T, K] e4m3 and scale fp32: `quantize_fp8` [T] or, with `blocks`, for each 128 columns [T, ⌈K / 128⌉]."""
+    out, ones = empty_quantized(x, blocks)
     if not x.shape[1]:  # a row without values has no largest one
-        values, scale = empty_quantized(x, blocks)
-        return values, scale.fill_(1.0)
+        return out, ones.fill_(1.0)
     values, scale = quantize_fp8_blocks(x, x.shape[0]) if blocks else quantize_fp8(x)
-    return values.contiguous(), scale
+    return out.copy_(values), scale
 
 
 def rms_norm_quantize(x: Tensor, weight: Tensor, eps: float, blocks: bool = False) -> tuple[Tensor, Tensor]:

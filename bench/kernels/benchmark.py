@@ -77,9 +77,8 @@ def _benchmarks() -> dict[str, Benchmark]:
     prompt, token = partial(gated_delta.gated_delta_net, decode=False), partial(gated_delta.gated_delta_net, decode=True)
     rotated = partial(attention.rope_kv_write, normalize=False)
     table = {
-        "embedding": Benchmark("embedding", ops.embedding, _ROWS),
         "rms_norm": Benchmark("rms_norm", partial(declared, name="rms_norm", library=_rms_norm), _ROWS),
-        "quantize": Benchmark("quantize", ops.quantize, _ROWS, "FP8 quantization with one scale per token"),
+        "quantize": Benchmark("quantize", partial(declared, name="quantize"), _ROWS, "FP8 quantization with one scale per token"),
         "qk_norm_rope_kv_write": Benchmark(write, partial(attention.rope_kv_write, normalize=True), _ROWS),
         "mlp": Benchmark("norm_gate_up", ops.mlp, _LINEAR, "gated MLP: norm, gate/up, activation, down, residual"),
         "mlp_gelu": Benchmark("norm_gate_up", partial(ops.mlp, activation="gelu"), _LINEAR, "gated MLP with GELU"),

@@ -22,12 +22,15 @@ def sizes_of(step: Step) -> Sizes:
 
 def is_declared(operation: Operation, sizes: Sizes) -> bool:
     """Whether `inputs` can make an operation's arguments of these sizes."""
-    if operation.no_op is not None:
-        return False
+    unknown = any(argument.more or argument.type == "any dtype" for argument in operation.declaration.arguments)
+    return operation.no_op is None and not unknown and _axes(operation) <= set(sizes)
+
+
+def _axes(operation: Operation) -> set[str]:
+    """The names of axes, and of arguments of type int."""
     arguments = operation.declaration.arguments
-    names = {axis.partition(":")[0] for argument in arguments for axis in argument.axes or ()}
-    names |= {argument.name for argument in arguments if argument.type == "int"}
-    return names <= set(sizes) and not any(argument.more or argument.type == "any dtype" for argument in arguments)
+    names = {argument.name for argument in arguments if argument.type == "int"}
+    return names | {axis.partition(":")[0] for argument in arguments for axis in argument.axes or ()}
 
 
 def inputs(operation: Operation, sizes: Sizes, normal: Callable[..., Tensor], eps: float = 1e-6) -> dict[str, Any]:
@@ -58,27 +61,29 @@ def inputs(operation: Operation, sizes: Sizes, normal: Callable[..., Tensor], ep
 
 def declared(step: Step, name: str, library: Callable[..., Any] | None = None) -> Problem:
     """An operation on a model's shapes, with its reference as the eager code. `library`: PyTorch's function, if there is one."""
-    operation, made, sizes = OPERATIONS[name], Inputs(step), sizes_of(step)
-    reference, kernel, results = find(operation.reference[0]), operation.function, operation.declaration.results
+    operation, made = OPERATIONS[name], Inputs(step)
+    reference, kernel, declaration = find(operation.reference[0]), operation.function, operation.declaration
+    sizes = {axis: size for axis, size in sizes_of(step).items() if axis in _axes(operation)}
     values = inputs(operation, sizes, lambda *shape: made.normal(*shape, scale=3.0), step.config.rms_norm_eps)
+    quantized = len(declaration.results) > 1  # values and scales
+    if quantized:
+        values[declaration.first][:, 0] *= 1000  # an outlier in each row
     out = reference(**values)
-    outputs = [torch.empty_like(tensor) for tensor in (out if isinstance(out, tuple) else (out,))]
-    options = {result.name: output for result, output in zip(results, outputs, strict=True)} | {"check": False}
-    by_token = [argument.name for argument in operation.declaration.arguments if argument.axes and argument.axes[0] == "T"]
-    quantized = len(outputs) > 1  # values and scales
+    outputs = [torch.empty_like(tensor) for tensor in (out if quantized else (out,))]
+    options = {result.name: output for result, output in zip(declaration.results, outputs, strict=True)} | {"check": False}
+    by_token = [argument.name for argument in declaration.arguments if argument.axes and argument.axes[0] == "T"]
+    cost = operation.work(**sizes, itemsize=step.dtype.itemsize)
 
     def truth(rows: Tensor) -> Tensor:
         chosen = values | {name: values[name][rows] for name in by_token}
-        chosen = {key: wide(value)[0] if isinstance(value, Tensor) else value for key, value in chosen.items()}
+        if cost[1]:  # else values are only copied
+            chosen = {key: wide(value)[0] if isinstance(value, Tensor) else value for key, value in chosen.items()}
         exact = reference(**chosen)
         return (dequantized(exact) if quantized else exact).double()
 
-    tensors = [value for value in values.values() if isinstance(value, Tensor)]
-    used = {axis.partition(":")[0] for argument in operation.declaration.arguments for axis in argument.axes or ()}
-    flops = operation.work(**{axis: sizes[axis] for axis in sizes if axis in used}, itemsize=tensors[0].itemsize)[1]
     return problem(
-        step, " ".join(f"{axis}={sizes[axis]}" for axis in sizes if axis in used and axis != "T"), lambda: reference(**values),
-        lambda: kernel(**values, **options), truth, (sum(tensor.nbytes for tensor in (*tensors, *outputs)), flops),
-        library={} if library is None else {"library": Form(lambda: library(**values))}, outputs=outputs,
-        view=dequantized if quantized else lambda out: out, rounded=quantized,
+        step, " ".join(f"{axis}={size}" for axis, size in sizes.items() if axis != "T"), lambda: reference(**values),
+        lambda: kernel(**values, **options), truth, cost, outputs=outputs, rounded=quantized,
+        library={} if library is None else {"library": Form(lambda: library(**values))},
+        view=dequantized if quantized else lambda out: out,
     )  # fmt: skip

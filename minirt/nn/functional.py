@@ -14,9 +14,7 @@ Raises, in each function:
         FP8, or no Triton on a GPU.
 """
 
-from ast import literal_eval
 from collections.abc import Callable
-from inspect import Parameter, Signature
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -141,38 +139,31 @@ def fused_rmsnorm_rope(x: Tensor, norm_weight: Tensor | None, eps: float, cos: T
 
 
 def _declared(operation: Operation) -> Callable[..., Any]:
-    """The function of an operation, from its declaration. Its tensors [T, …] of two axes may have any leading dimensions."""
-    arguments, name = operation.declaration.arguments, operation.name
-    positional = [(one.name, one.default and literal_eval(one.default)) for one in arguments if not one.by_name]
-    flat = [(i, one.name) for i, one in enumerate(arguments) if len(one.axes or ()) == 2 and one.axes[0] == "T"]
+    """The function of an operation, from its declaration."""
+    arguments, name, first = operation.declaration.arguments, operation.name, operation.declaration.first
+    names = [argument.name for argument in arguments if not argument.by_name]
+    flat = [argument.name for argument in arguments if argument.rows]
 
     def function(*args: Any, **options: Any) -> Any:
-        rest = [options.pop(key, default) for key, default in positional[len(args) :]] if options else []
-        if not flat:
-            return call(name, *args, *rest, **options)
-        given, leading = [*args, *rest], None
-        for i, key in flat:
-            leading = given[i].shape[:-1] if leading is None else leading
-            if given[i].shape[:-1] != leading:
-                expected = f"the leading dimensions {list(leading)} of {flat[0][1]}"
-                raise InputError("wrong shape", where=key, expected=expected, found=list(given[i].shape))
-            given[i] = _rows(key, given[i])
-        out = call(name, *given, **options)
+        given = dict(zip(names, args, strict=False)) | options
+        leading = given[first].shape[:-1]
+        for key in flat:
+            if given[key].shape[:-1] != leading:
+                expected = f"the leading dimensions {list(leading)} of {first}"
+                raise InputError("wrong shape", where=key, expected=expected, found=list(given[key].shape))
+            given[key] = _rows(key, given[key])
+        out = call(name, given.pop(first), **given)
         return tuple(_like(one, leading) for one in out) if isinstance(out, tuple) else _like(out, leading)
 
-    function.__name__ = function.__qualname__ = name
-    leading = "\n\nActivations [T, …] may have any leading dimensions." if flat else ""
-    text = operation.declaration.text
-    function.__doc__ = f"{operation.what}.{leading}\n\nArguments and results (`minirt.kernels.declaration`):\n    {text}\n"
-    parameters = [
-        Parameter(
-            one.name, Parameter.KEYWORD_ONLY if one.by_name else Parameter.POSITIONAL_OR_KEYWORD,
-            default=Parameter.empty if one.default is None else literal_eval(one.default),
-        )
-        for one in arguments
-    ]  # fmt: skip
-    function.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    return function
+    def plain(*args: Any, **options: Any) -> Any:
+        return call(name, *args, **options)
+
+    made = function if first in flat else plain
+    made.__name__ = made.__qualname__ = name
+    made.__signature__ = operation.declaration.signature  # type: ignore[attr-defined]
+    leading = "\n\nActivations [T, K] may have any leading dimensions instead of T." if first in flat else ""
+    made.__doc__ = f"{operation.what}.{leading}\n\nArguments, as `minirt.kernels.declaration` explains: {operation.arguments}"
+    return made
 
 
 def _rows(name: str, x: Tensor) -> Tensor:

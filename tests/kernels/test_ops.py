@@ -176,6 +176,9 @@ def run(function, args, options, dtype=None):
 
 def check_equal_codes(result, expected, most):
     """FP8 values may be the neighbouring code, in a share `most` of them."""
+    assert result.shape == expected.shape
+    if not result.numel():
+        return
     codes, wanted = (x.view(torch.uint8).int() for x in (result, expected))
     assert int((codes - wanted).abs().max()) <= 1
     assert (codes != wanted).float().mean().item() <= most
