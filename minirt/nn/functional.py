@@ -142,28 +142,31 @@ def _declared(operation: Operation) -> Callable[..., Any]:
     """The function of an operation, from its declaration."""
     arguments, name, first = operation.declaration.arguments, operation.name, operation.declaration.first
     names = [argument.name for argument in arguments if not argument.by_name]
-    flat = [argument.name for argument in arguments if argument.rows]
+    needed = sum(argument.default is None for argument in arguments)
+    flat = [(i, argument.name) for i, argument in enumerate(arguments) if argument.rows and arguments[0].rows]
 
     def function(*args: Any, **options: Any) -> Any:
-        given = dict(zip(names, args, strict=False)) | options
-        leading = given[first].shape[:-1]
-        for key in flat:
-            if given[key].shape[:-1] != leading:
+        given = list(args)
+        while options and len(given) < len(names) and names[len(given)] in options:
+            given.append(options.pop(names[len(given)]))
+        if len(given) < needed:
+            raise TypeError(f"{name}() has no argument {names[len(given)]!r}")
+        if not flat:
+            return call(name, *given, **options)
+        leading = given[0].shape[:-1]
+        for i, key in flat:
+            if given[i].shape[:-1] != leading:
                 expected = f"the leading dimensions {list(leading)} of {first}"
-                raise InputError("wrong shape", where=key, expected=expected, found=list(given[key].shape))
-            given[key] = _rows(key, given[key])
-        out = call(name, given.pop(first), **given)
+                raise InputError("wrong shape", where=key, expected=expected, found=list(given[i].shape))
+            given[i] = _rows(key, given[i])
+        out = call(name, *given, **options)
         return tuple(_like(one, leading) for one in out) if isinstance(out, tuple) else _like(out, leading)
 
-    def plain(*args: Any, **options: Any) -> Any:
-        return call(name, *args, **options)
-
-    made = function if first in flat else plain
-    made.__name__ = made.__qualname__ = name
-    made.__signature__ = operation.declaration.signature  # type: ignore[attr-defined]
-    leading = "\n\nActivations [T, K] may have any leading dimensions instead of T." if first in flat else ""
-    made.__doc__ = f"{operation.what}.{leading}\n\nArguments, as `minirt.kernels.declaration` explains: {operation.arguments}"
-    return made
+    function.__name__ = function.__qualname__ = name
+    function.__signature__ = operation.declaration.signature  # type: ignore[attr-defined]
+    leading = "\n\nActivations [T, K] may have any leading dimensions instead of T." if flat else ""
+    function.__doc__ = f"{operation.what}.{leading}\n\nArguments, as `minirt.kernels.declaration` explains: {operation.arguments}"
+    return function
 
 
 def _rows(name: str, x: Tensor) -> Tensor:

@@ -82,7 +82,9 @@ def test_a_declared_function_is_the_op_with_leading_dimensions():
         assert torch.equal(functional.norm_residual(strided, weight, residual=residual, eps=1e-5), expected)
         raises(r"residual: wrong shape; expected the leading dimensions \[2, 3\] of y", functional.norm_residual, x, weight, 1e-5,
                residual[0])  # fmt: skip
-        raises("weight: missing", functional.rms_norm_quantize, x=x)
+        raises(r"rms_norm_quantize\(\) has no argument 'weight'", functional.rms_norm_quantize, x=x, error=TypeError)
+        tokens = torch.tensor([1, 0])
+        assert torch.equal(functional.embedding(table=x[0], tokens=tokens), x[0][tokens])
         values, scale = functional.quantize(x, blocks=True)
         assert (values.shape, scale.shape) == ((2, 3, 8), (2, 3, 1))
     raises("^weight: needs a gradient", functional.norm_residual, x, weight.requires_grad_(), 1e-5, residual)
