@@ -59,15 +59,20 @@ def inputs(operation: Operation, sizes: Sizes, normal: Callable[..., Tensor], ep
     return values
 
 
-def declared(step: Step, name: str, library: Callable[..., Any] | None = None) -> Problem:
-    """An operation on a model's shapes, with its reference as the eager code. `library`: PyTorch's function, if there is one."""
+def declared(step: Step, name: str, library: Callable[..., Any] | None = None, outlier: float = 1.0) -> Problem:
+    """An operation on a model's shapes, with its reference as the eager code.
+
+    Args:
+        library: PyTorch's function for it, with the same arguments.
+        outlier: factor of the first value of each row.
+    """
     operation, made = OPERATIONS[name], Inputs(step)
     reference, kernel, declaration = find(operation.reference[0]), operation.function, operation.declaration
     sizes = {axis: size for axis, size in sizes_of(step).items() if axis in _axes(operation)}
     values = inputs(operation, sizes, lambda *shape: made.normal(*shape, scale=3.0), step.config.rms_norm_eps)
     quantized = len(declaration.results) > 1  # values and scales
-    if quantized:
-        values[declaration.first][:, 0] *= 1000  # an outlier in each row
+    if outlier != 1.0:
+        values[declaration.first][:, 0] *= outlier
     out = reference(**values)
     outputs = [torch.empty_like(tensor) for tensor in (out if quantized else (out,))]
     options = {result.name: output for result, output in zip(declaration.results, outputs, strict=True)} | {"check": False}
