@@ -5,6 +5,7 @@ its places does not know.
 """
 
 import inspect
+import re
 
 import pytest
 import torch
@@ -114,3 +115,18 @@ def test_an_unknown_activation_is_not_compiled(make):
     x, weight = make(1, 16, dtype=torch.float32), make(8, 16, dtype=torch.float32)
     with pytest.raises(Exception, match="unknown activation"):
         norm_gate_up(x, None, 0.0, weight, "relu", check=False)
+
+
+@pytest.mark.parametrize("name", [name for name, operation in OPERATIONS.items() if operation.arguments])
+def test_every_name_of_a_declaration_is_bound(name):
+    """Catches an expression of an axis, a dtype or a scale that no argument has."""
+    declaration = OPERATIONS[name].declaration
+    tensors = [argument for argument in (*declaration.arguments, *declaration.results) if argument.axes is not None]
+    axes = [axis.partition(":")[0] for argument in tensors for axis in argument.axes]
+    sizes = {axis for axis in axes if axis.isidentifier()} | {one.name for one in declaration.arguments if one.type == "int"}
+    for axis in axes:
+        assert set(compile(axis, "axis", "eval").co_names) <= sizes
+    arguments = {argument.name for argument in declaration.arguments}
+    for argument in tensors:
+        named = {*re.findall(r"(?:of|with) (\w+)", argument.type), argument.together or declaration.first}
+        assert named <= arguments
