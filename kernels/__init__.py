@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from minirt.kernels.operations import EXPORTED
 
-if TYPE_CHECKING:  # the same names, for type checkers; a test compares them
+if TYPE_CHECKING:  # for type checkers; other names of EXPORTED are Any to them
     from minirt.kernels.attention.dispatch import paged_attention_decode as paged_attention_decode
     from minirt.kernels.attention.dispatch import paged_attention_decode_few as paged_attention_decode_few
     from minirt.kernels.attention.dispatch import paged_attention_prefill as paged_attention_prefill

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirt.kernels.checks import check_activations, check_tensor
+from minirt.kernels.checks import check_arguments
 from minirt.kernels.launch import cdiv
 from minirt.kernels.prepared import prepared
 
@@ -32,17 +32,14 @@ def embedding(tokens: Tensor, table: Tensor, out: Tensor | None = None, *, check
     Every token must be in [0, V); this is not checked.
     """
     if check:
-        check_activations("table", table)
-        check_tensor("tokens", tokens, (None,), torch.int64, table.device)
+        check_arguments("embedding", tokens=tokens, table=table, out=out)
     T, H = tokens.shape[0], table.shape[1]
-    if check and out is not None:
-        check_tensor("out", out, (T, H), table.dtype, table.device)
     out = torch.empty(T, H, dtype=table.dtype, device=table.device) if out is None else out
     if T:
         _embedding_kernel[(T, cdiv(H, _BLOCK_H))](tokens, table, out, H, BLOCK_H=_BLOCK_H, num_warps=4)
     return out
 
 
-def cost(T: int, H: int, itemsize: int) -> tuple[int, int]:
+def cost(T: int, V: int, H: int, itemsize: int) -> tuple[int, int]:
     """(bytes read and written, floating-point operations)."""
     return T * (8 + 2 * H * itemsize), 0

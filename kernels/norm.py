@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirt.kernels.checks import check_activations, check_norm, check_tensor
+from minirt.kernels.checks import check_arguments
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
 from minirt.kernels.launch import launch_options, next_power_of_2, require_fp8
 from minirt.kernels.pdl import wait_for_input
@@ -65,7 +65,7 @@ def rms_norm(
     kernel may start before this one has its input.
     """
     if check:
-        _check(x, weight, out=out)
+        check_arguments("rms_norm", x=x, weight=weight, out=out)
     out = torch.empty_like(x) if out is None else out
     _launch(x, weight, eps, out, None, None, False, early, pdl)
     return out
@@ -80,8 +80,7 @@ def norm_residual(
     `out` may be `y` or `residual`. `early` and `pdl` as for `rms_norm`.
     """
     if check:
-        _check(y, weight, "y", out)
-        check_tensor("residual", residual, tuple(y.shape), y.dtype, y.device)
+        check_arguments("norm_residual", y=y, weight=weight, residual=residual, out=out)
     out = torch.empty_like(y) if out is None else out
     _launch(y, weight, eps, out, residual, None, False, early, pdl)
     return out
@@ -96,18 +95,11 @@ def rms_norm_quantize(
     With `blocks`, the scale is [T, ⌈H / 128⌉], as that of `quantize`.
     """
     if check:
-        _check(x, weight)
+        check_arguments("rms_norm_quantize", x=x, weight=weight, out=out)
     require_fp8(x.device)
     out, scale = quantized_buffers(x, out, scale, check, blocks)
     _launch(x, weight, eps, out, None, scale, blocks, early, pdl)
     return out, scale
-
-
-def _check(x: Tensor, weight: Tensor, name: str = "x", out: Tensor | None = None) -> None:
-    check_activations(name, x)
-    check_norm("weight", weight, x)
-    if out is not None:
-        check_tensor("out", out, tuple(x.shape), x.dtype, x.device)
 
 
 def _launch(
@@ -122,7 +114,16 @@ def _launch(
         _rms_norm_kernel[(T,)](x, weight, residual, out, scale, H, eps, BLOCK_H=block, GROUP=group, EARLY=early, **options)
 
 
-def cost(T: int, H: int, itemsize: int, out_itemsize: int | None = None, *, residual: bool = False) -> tuple[int, int]:
-    """(bytes read and written, floating-point operations); `out_itemsize` if the output's differs: 1 if it is quantized."""
-    added = T * H if residual else 0
-    return (T * H + H + added) * itemsize + T * H * (out_itemsize or itemsize), 4 * T * H + added
+def cost(T: int, H: int, itemsize: int) -> tuple[int, int]:
+    """(bytes read and written, floating-point operations) of `rms_norm`."""
+    return (2 * T * H + H) * itemsize, 4 * T * H
+
+
+def residual_cost(T: int, H: int, itemsize: int) -> tuple[int, int]:
+    """`cost` of `norm_residual`."""
+    return (3 * T * H + H) * itemsize, 5 * T * H
+
+
+def quantized_cost(T: int, H: int, itemsize: int) -> tuple[int, int]:
+    """`cost` of `rms_norm_quantize`."""
+    return (T * H + H) * itemsize + T * H, 4 * T * H

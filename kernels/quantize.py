@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirt.kernels.checks import check_activations, check_tensor
+from minirt.kernels.checks import check_arguments, check_tensor
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
 from minirt.kernels.launch import cdiv, launch_options, next_power_of_2, require_fp8, sm_count, token_block
 from minirt.kernels.pdl import wait_for_input
@@ -117,8 +117,6 @@ def quantized_buffers(
     shape = (T, cdiv(K, FP8_BLOCK)) if blocks else (T,)
     if out is None:
         out = x.new_empty(T, K, dtype=torch.float8_e4m3fn)
-    elif check:
-        check_tensor("out", out, (T, K), torch.float8_e4m3fn, x.device)
     if scale is None:
         scale = x.new_empty(*shape, dtype=torch.float32)
     elif check:
@@ -137,7 +135,7 @@ def quantize(
     `early`, `pdl`: as for `rms_norm`.
     """
     if check:
-        check_activations("x", x)
+        check_arguments("quantize", x=x, out=out)
     require_fp8(x.device)
     out, scale = quantized_buffers(x, out, scale, check, blocks)
     T, K = x.shape

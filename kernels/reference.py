@@ -5,9 +5,9 @@ rotates halves in the activation dtype; softmax is in fp32.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,12 @@ INT4_GROUPS = (128, 64, 32)  # columns that share a scale
 INT4_ZERO = 8  # the zero point of symmetric weights
 FEW_TOKENS = 4  # the most that `few_tokens` calls few
 _EXACT_SCORES = 1 << 24  # scores that `_exact_attention` holds at a time
+
+
+# The formulas of `activations.ACTIVATIONS`.
+ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu, "gelu": F.gelu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+}  # fmt: skip
 
 
 def embedding(tokens: Tensor, table: Tensor) -> Tensor:
@@ -208,9 +214,29 @@ def int4_group(K: int, groups: int) -> int:
 def gated(gate_up: Tensor, activation: str) -> Tensor:
     """act(gate) · up for `gate_up` [T, 2I], gate in the first half → [T, I] (SwiGLU: Shazeer 2020)."""
     gate, up = gate_up.chunk(2, dim=-1)
-    if activation == "silu":
-        return F.silu(gate) * up
-    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+    return ACTIVATE[activation](gate) * up
+
+
+def norm_linear(
+    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
+    """`linear` of `rms_norm(x)`; without a norm_weight of x."""
+    return linear(x if norm_weight is None else rms_norm(x, norm_weight, eps), weight, bias, scale)
+
+
+def norm_gate_up(
+    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, activation: str, bias: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`gated` of `norm_linear`."""
+    return gated(norm_linear(x, norm_weight, eps, weight, bias, scale), activation)
+
+
+def linear_residual(
+    x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
+    """`linear` of x, plus the residual."""
+    return residual + linear(x, weight, bias, scale)
 
 
 def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
@@ -322,6 +348,16 @@ def mixture(
     return out
 
 
+def mixture_residual(
+    h: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, residual: Tensor, top_k: int, normalize: bool, activation: str,
+    norm_weight: Tensor | None = None, eps: float = 0.0, gate_up_scale: Tensor | None = None, down_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """residual + `mixture` of the experts that `route` chooses, of the normalized h (unless norm_weight is None)."""
+    h = h if norm_weight is None else rms_norm(h, norm_weight, eps)
+    weights, experts = route(logits, top_k, normalize)
+    return residual + mixture(h, weights, experts, gate_up, down, activation, gate_up_scale, down_scale)
+
+
 def rope(x: Tensor, cos_sin: Tensor | None, scales: Tensor | None = None) -> Tensor:
     """Rotary embedding (Su et al. 2021) of the first R channels of each head, by halves of R as in Llama → [T, N, D].
 
@@ -344,13 +380,21 @@ def gate_output(x: Tensor, gate: Tensor) -> Tensor:
 def norm_rope(x: Tensor, cos: Tensor, sin: Tensor, norm_weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """RMSNorm of each head (with `norm_weight` [D]), then rotary embedding as in transformers' `apply_rotary_pos_emb`.
 
-    x is [B, heads, T, D], cos and sin are [B or 1, T, D]; they are rounded to x's dtype.
+    x is [B, heads, T, D], cos and sin are [B or 1, T, D]; they are rounded to x's dtype. The result has x's order in memory.
     """
+    out = torch.empty_like(x)
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
     cos, sin = cos.to(x.dtype).unsqueeze(1), sin.to(x.dtype).unsqueeze(1)
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return out.copy_(x * cos + torch.cat((-second, first), dim=-1) * sin)
+
+
+def qk_norm_rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """`norm_rope` of q and of k."""
+    return norm_rope(q, cos, sin, q_norm, eps), norm_rope(k, cos, sin, k_norm, eps)
 
 
 def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -367,6 +411,27 @@ def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     # Rounding may lift the quotient above 448, and the cast would turn that into NaN.
     values = (wide / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX)
     return torch.where(finite, values, torch.nan).to(torch.float8_e4m3fn), scale
+
+
+def empty_quantized(x: Tensor, blocks: bool = False, **rest: Any) -> tuple[Tensor, Tensor]:
+    """The results of `quantize` of x [T, K], with any values."""
+    T, K = x.shape
+    scale = (T, -(-K // FP8_BLOCK)) if blocks else (T,)
+    return x.new_empty((T, K), dtype=torch.float8_e4m3fn), x.new_empty(scale, dtype=torch.float32)
+
+
+def quantize(x: Tensor, blocks: bool = False) -> tuple[Tensor, Tensor]:
+    """x [T, K] → values [T, K] e4m3 and scale fp32: `quantize_fp8` [T] or, with `blocks`, for each 128 columns [T, ⌈K / 128⌉]."""
+    out, ones = empty_quantized(x, blocks)
+    if not x.shape[1]:  # a row without values has no largest one
+        return out, ones.fill_(1.0)
+    values, scale = quantize_fp8_blocks(x, x.shape[0]) if blocks else quantize_fp8(x)
+    return out.copy_(values), scale
+
+
+def rms_norm_quantize(x: Tensor, weight: Tensor, eps: float, blocks: bool = False) -> tuple[Tensor, Tensor]:
+    """`quantize` of `rms_norm`."""
+    return quantize(rms_norm(x, weight, eps), blocks)
 
 
 def write_kv(x: Tensor, pages: Tensor, slots: Tensor, scales: Tensor | None = None) -> None:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirt.kernels.checks import check_heads, check_qk_heads
+from minirt.kernels.checks import check_arguments
 from minirt.kernels.launch import cdiv, next_power_of_2
 from minirt.kernels.prepared import compile_time, prepared
 
@@ -94,7 +94,7 @@ def norm_rope(
         [B, N, T, D], its dimensions in memory in x's order.
     """
     if check:
-        check_heads("x", x, cos, sin, "norm_weight", norm_weight)
+        check_arguments("norm_rope", x=x, cos=cos, sin=sin, norm_weight=norm_weight)
     out = torch.empty_like(x)
     heads = _heads(x, out, norm_weight)
     _launch(heads, heads, x.shape[1], cos, sin, eps)
@@ -107,7 +107,7 @@ def qk_norm_rope(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`norm_rope` of q [B, Nq, T, D] and k [B, Nk, T, D] in one launch. q_norm, k_norm: [D], or None for both."""
     if check:
-        check_qk_heads(q, k, cos, sin, q_norm, k_norm)
+        check_arguments("qk_norm_rope", q=q, k=k, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm)
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
     _launch(_heads(q, q_out, q_norm), _heads(k, k_out, k_norm), q.shape[1] + k.shape[1], cos, sin, eps)
     return q_out, k_out

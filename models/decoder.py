@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from minirt.errors import ConfigError
+from minirt.kernels.activations import OF_HIDDEN_ACT
 from minirt.modeling import config as known
 from minirt.modeling.config import AttentionSettings, Fields, ModelConfig, MoEConfig, read_rope, shown
 from minirt.modeling.quantization_config import read_quantization
@@ -88,7 +89,7 @@ def decoder_config(
         num_heads=heads, num_kv_heads=kv, head_dim=head_size, vocab_size=fields.integer("vocab_size"),
         rms_norm_eps=fields.number("rms_norm_eps", default=eps), max_position_embeddings=positions,
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=tie_word_embeddings),
-        hidden_act=known.ACTIVATIONS[fields.choice("hidden_act", known.ACTIVATIONS, default="silu")], dtype=_dtype(fields),
+        hidden_act=OF_HIDDEN_ACT[fields.choice("hidden_act", OF_HIDDEN_ACT, default="silu")], dtype=_dtype(fields),
         rope=read_rope(fields, positions, head_size, theta=theta, partial=partial_rotary, keys=rope_keys),
         sliding_window=None if window is None else _window(fields, layers, window), **fixed,
     )  # fmt: skip

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from minirt.errors import printable, shortened
-from minirt.modeling.config import ACTIVATIONS, Fields, ModelConfig, same, shown
+from minirt.kernels.activations import OF_HIDDEN_ACT
+from minirt.modeling.config import Fields, ModelConfig, same, shown
 from minirt.wording import warn
 
 _TABLES = json.loads((Path(__file__).parent / "foreign_fields.json").read_text(encoding="utf-8"))
@@ -95,7 +96,7 @@ def _stated(config: ModelConfig) -> dict[str, tuple[Any, ...]]:
         "qkv_bias use_qkv_bias add_qkv_bias attention_qkv_bias": (config.qkv_bias,), "attention_out_bias": (config.o_bias,),
         "qk_norm use_qk_norm qk_layernorm use_qk_layernorm": (config.qk_norm,),
         "hidden_activation activation_function mlp_hidden_act":
-            tuple(name for name, same in ACTIVATIONS.items() if same == config.hidden_act),
+            tuple(name for name, same in OF_HIDDEN_ACT.items() if same == config.hidden_act),
         "query_pre_attn_scalar rotary_dim kv_channels attention_head_dim": (config.head_dim,),
         "attention_multiplier": (config.head_dim**-0.5,), "dim_model_base": (config.hidden_size,),
         "unpadded_vocab_size": (config.vocab_size,), "rotary_emb_base": (config.rope.theta,),

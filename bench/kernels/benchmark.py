@@ -20,6 +20,7 @@ from minirt.bench.kernels import attention_operations as attention
 from minirt.bench.kernels import expert_operations as mixture
 from minirt.bench.kernels import gated_delta_operations as gated_delta
 from minirt.bench.kernels import operations as ops
+from minirt.bench.kernels.declared import declared, is_declared
 from minirt.bench.kernels.operations import FP8, Form, Problem, Step
 from minirt.bench.measure import gpu_seconds
 from minirt.bench.report import Row
@@ -74,13 +75,12 @@ def _benchmarks() -> dict[str, Benchmark]:
     few, drafts = "paged_attention_decode_few", "causal attention of 5 new tokens per sequence on KV pages"
     before, each = "cached before them", "tokens of each"
     prompt, token = partial(gated_delta.gated_delta_net, decode=False), partial(gated_delta.gated_delta_net, decode=True)
+    normed = partial(declared, name="rms_norm", library=_rms_norm)
+    quantized = partial(declared, name="quantize", outlier=1000.0)
     rotated = partial(attention.rope_kv_write, normalize=False)
     table = {
-        "embedding": Benchmark("embedding", ops.embedding, _ROWS),
-        "rms_norm": Benchmark("rms_norm", ops.rms_norm, _ROWS),
-        "norm_residual": Benchmark("norm_residual", ops.norm_residual, _ROWS),
-        "rms_norm_quantize": Benchmark("rms_norm_quantize", ops.rms_norm_quantize, _ROWS),
-        "quantize": Benchmark("quantize", ops.quantize, _ROWS, "FP8 quantization with one scale per token"),
+        "rms_norm": Benchmark("rms_norm", normed, _ROWS),
+        "quantize": Benchmark("quantize", quantized, _ROWS, "FP8 quantization with one scale per token"),
         "qk_norm_rope_kv_write": Benchmark(write, partial(attention.rope_kv_write, normalize=True), _ROWS),
         "mlp": Benchmark("norm_gate_up", ops.mlp, _LINEAR, "gated MLP: norm, gate/up, activation, down, residual"),
         "mlp_gelu": Benchmark("norm_gate_up", partial(ops.mlp, activation="gelu"), _LINEAR, "gated MLP with GELU"),
@@ -120,7 +120,14 @@ def _benchmarks() -> dict[str, Benchmark]:
             build = partial(ops.gemm, name=name, quantization=quantization)
             key = f"gemm_{name}.{quantization}" if quantization else f"gemm_{name}"
             table[key] = Benchmark(operation, build, _MANY, form.format(name))
+    for name, entry in OPERATIONS.items():  # the operations that only need their declarations
+        if name not in table and entry.cost is not None and is_declared(entry, dict.fromkeys("THKV", 1)):
+            table[name] = Benchmark(name, partial(declared, name=name), _ROWS)
     return table
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
 
 
 BENCHMARKS = _benchmarks()

@@ -172,68 +172,7 @@ def wide(*tensors: Tensor | None) -> list[Any]:
     return [t.double() if t is not None and t.is_floating_point() and t.dtype != FP8 else t for t in tensors]
 
 
-# --- rows: embedding, norms, quantization, sampling ---
-
-
-def embedding(step: Step) -> Problem:
-    kernel, cost = operation("embedding")
-    inputs, (V, H) = Inputs(step), (step.config.vocab_size, step.config.hidden_size)
-    table, tokens, out = inputs.normal(V, H), inputs.integers(V, step.tokens), inputs.nan(step.tokens, H)
-    return problem(
-        step, f"V={V} H={H}", lambda: reference.embedding(tokens, table), lambda: kernel(tokens, table, out, check=False),
-        lambda rows: table[tokens[rows]].double(), cost(step.tokens, H, table.itemsize), outputs=[out],
-    )  # fmt: skip
-
-
-def rms_norm(step: Step) -> Problem:
-    kernel, cost = operation("rms_norm")
-    inputs, (T, H, eps) = Inputs(step), (step.tokens, step.config.hidden_size, step.config.rms_norm_eps)
-    x, weight, out = inputs.normal(T, H, scale=3.0), inputs.norm(H), inputs.nan(T, H)
-    return problem(
-        step, f"H={H}", lambda: reference.rms_norm(x, weight, eps), lambda: kernel(x, weight, eps, out, check=False),
-        lambda rows: reference.rms_norm(x[rows].double(), weight.double(), eps), cost(T, H, x.itemsize),
-        library={"library": Form(lambda: F.rms_norm(x, (H,), weight, eps))}, outputs=[out],
-    )  # fmt: skip
-
-
-def rms_norm_quantize(step: Step) -> Problem:
-    kernel, cost = operation("rms_norm_quantize")
-    inputs, (T, H, eps) = Inputs(step), (step.tokens, step.config.hidden_size, step.config.rms_norm_eps)
-    x, weight, out = inputs.normal(T, H, scale=3.0), inputs.norm(H), inputs.quantized(T, H)
-
-    def compute(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return reference.quantize_fp8(reference.rms_norm(x, weight, eps))
-
-    return problem(
-        step, f"H={H}", lambda: compute(x, weight), lambda: kernel(x, weight, eps, *out, check=False),
-        lambda rows: dequantized(compute(x[rows].double(), weight.double())).double(), cost(T, H, x.itemsize, 1),
-        view=dequantized, outputs=out, rounded=True,
-    )  # fmt: skip
-
-
-def norm_residual(step: Step) -> Problem:
-    kernel, cost = operation("norm_residual")
-    inputs, (T, H, eps) = Inputs(step), (step.tokens, step.config.hidden_size, step.config.rms_norm_eps)
-    y, residual, weight, out = inputs.normal(T, H, scale=3.0), inputs.normal(T, H), inputs.norm(H), inputs.nan(T, H)
-    return problem(
-        step, f"H={H}", lambda: reference.norm_residual(y, weight, eps, residual),
-        lambda: kernel(y, weight, eps, residual, out, check=False),
-        lambda rows: reference.norm_residual(y[rows].double(), weight.double(), eps, residual[rows].double()),
-        cost(T, H, y.itemsize, residual=True), outputs=[out],
-    )  # fmt: skip
-
-
-def quantize(step: Step) -> Problem:
-    """Quantize the inputs of the down projection, the widest of a model. The first value of each row is an outlier."""
-    kernel, cost = operation("quantize")
-    inputs, (T, K) = Inputs(step), (step.tokens, step.config.intermediate_size)
-    x, out = inputs.normal(T, K, scale=3.0), inputs.quantized(T, K)
-    x[:, 0] *= 1000
-    return problem(
-        step, f"K={K}", lambda: reference.quantize_fp8(x), lambda: kernel(x, *out, check=False),
-        lambda rows: dequantized(reference.quantize_fp8(x[rows].double())).double(), cost(T, K, x.itemsize),
-        view=dequantized, outputs=out, rounded=True,
-    )  # fmt: skip
+# --- sampling ---
 
 
 def draw(step: Step, **settings: Any) -> Problem:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from minirt.bench.tools.cells import with_blocks
-from minirt.kernels.operations import OPERATIONS
+from minirt.kernels.operations import EXPORTED, OPERATIONS
 from minirt.kernels.regimes import TABLES, Regime
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -24,9 +24,9 @@ def _row(*cells: str) -> str:
 def functions() -> str:
     """The operations that `minirt.kernels` exports."""
     rows = [
-        _row(f"`{operation.name}`", operation.what, "yes" if operation.schema else "–")
+        _row(f"`{operation.name}`", operation.what, "–" if operation.no_op else "yes")
         for operation in OPERATIONS.values()
-        if operation.exported
+        if operation.name in EXPORTED
     ]
     return "\n".join([_row("function", "computes", "op"), _row(*["---"] * 3), *rows])
 

@@ -7,12 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirt.kernels.attention.checks import check_kv_write
 from minirt.kernels.attention.constants import Constants
 from minirt.kernels.attention.limits import FORMATS, HEAD_DIMS
 from minirt.kernels.attention.online_softmax import existing
 from minirt.kernels.attention.operands import KVPages, Rope
-from minirt.kernels.checks import check_tensor
+from minirt.kernels.checks import check_arguments
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
 from minirt.kernels.launch import cdiv, launch_options, next_power_of_2
 from minirt.kernels.prepared import prepared
@@ -177,12 +176,13 @@ def qk_norm_rope_kv_write(
         InputError: tensors do not fit each other.
         UnsupportedError: FP8 pages on a GPU without FP8.
     """
+    if check:
+        check_arguments(
+            "qk_norm_rope_kv_write", qkv=qkv, cos_sin=cos_sin, positions=positions, slots=slots, k_pages=k_pages, v_pages=v_pages,
+            Nq=Nq, Nkv=Nkv, q_norm=q_norm, k_norm=k_norm, k_scales=k_scales, v_scales=v_scales, q_out=q_out,
+        )  # fmt: skip
     T, D = qkv.shape[0], k_pages.shape[-1]
     rope, pages = Rope(cos_sin, q_norm, k_norm, eps), KVPages(k_pages, v_pages, k_scales, v_scales)
-    if check:
-        check_kv_write(qkv, rope, pages, positions, slots, Nq, Nkv)
-    if check and q_out is not None:
-        check_tensor("q_out", q_out, (T, Nq, D), qkv.dtype, qkv.device)
     q_out = torch.empty(T, Nq, D, dtype=qkv.dtype, device=qkv.device) if q_out is None else q_out
     launch(qkv, rope, pages, positions, slots, q_out, pdl)
     return q_out

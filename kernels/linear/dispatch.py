@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from minirt.errors import InputError
-from minirt.kernels.checks import check_linear, check_norm, check_tensor
+from minirt.kernels.checks import check_activations, check_arguments, check_tensor
 from minirt.kernels.compile.tuning import Family
 from minirt.kernels.launch import Workspace, capability
 from minirt.kernels.linear import gemm as tiled
@@ -131,6 +131,8 @@ def norm_linear(
 
     For an LM head: the logits are multiplied by `multiplier`, then bounded by softcap · tanh(y / softcap), unless `softcap` is 0.
     """
+    if check:
+        check_arguments("norm_linear", x=x, norm_weight=norm_weight, weight=weight, bias=bias, scale=scale)
     epilogue = Epilogue(scale, None, bias)
     if multiplier != 1.0 or softcap != 0.0:
         factor, cap = None if multiplier == 1.0 else float(multiplier), None if softcap == 0.0 else float(softcap)
@@ -140,7 +142,10 @@ def norm_linear(
         epilogue = epilogue._replace(row_maxima=values, row_maxima_stride=values.stride(0), logits_needed=needed)
     out = _output(x, weight, out_dtype or x.dtype) if out is None else out
     norm = None if norm_weight is None else Norm(norm_weight, eps)
-    return linear(Product(x, weight, out, norm, epilogue, workspace, pdl), check=check)
+    product = Product(x, weight, out, norm, epilogue, workspace, pdl)
+    if check:
+        _check_logits(product)
+    return linear(product)
 
 
 def norm_gate_up(
@@ -149,9 +154,13 @@ def norm_gate_up(
     check: bool = True,
 ) -> Tensor:  # fmt: skip
     """act(gate) · up of rms_norm(x) [T, K]: weight [2I, K] and bias [2I], gate rows first → [T, I]."""
+    if check:
+        check_arguments(
+            "norm_gate_up", x=x, norm_weight=norm_weight, weight=weight, activation=activation, bias=bias, scale=scale, out=out
+        )
     out = _output(x, weight, x.dtype, 2) if out is None else out
     norm = None if norm_weight is None else Norm(norm_weight, eps)
-    return linear(Product(x, weight, out, norm, Epilogue(scale, None, bias, activation), workspace, pdl), check=check)
+    return linear(Product(x, weight, out, norm, Epilogue(scale, None, bias, activation), workspace, pdl))
 
 
 def linear_residual(
@@ -159,18 +168,14 @@ def linear_residual(
     scale: Tensor | None = None, workspace: Workspace | None = None, pdl: bool = False, check: bool = True,
 ) -> Tensor:  # fmt: skip
     """x · weightᵀ + bias + residual: x [T, K], weight [N, K] → [T, N]. `out` may be `residual`."""
-    out = _output(x, weight, x.dtype) if out is None else out
-    return linear(Product(x, weight, out, None, Epilogue(scale, None, bias, None, residual), workspace, pdl), check=check)
-
-
-def linear(product: Product, *, check: bool = True) -> Tensor:
-    """Compute a product, its norm and its epilogue. Its x is neither normalized nor quantized yet. Returns `product.out`.
-
-    Raises:
-        InputError: the operands do not fit each other. Only with `check`.
-    """
     if check:
-        _check(product)
+        check_arguments("linear_residual", x=x, weight=weight, residual=residual, bias=bias, scale=scale, out=out)
+    out = _output(x, weight, x.dtype) if out is None else out
+    return linear(Product(x, weight, out, None, Epilogue(scale, None, bias, None, residual), workspace, pdl))
+
+
+def linear(product: Product) -> Tensor:
+    """Compute a product, its norm and its epilogue, without checks. x is neither normalized nor quantized yet. Returns `out`."""
     T = product.x.shape[0]
     if T:
         if T > 1:
@@ -250,13 +255,11 @@ def _early(x: Tensor) -> bool:
     return bool(covering(EARLY, x.shape[0], capability(x.device)))
 
 
-def _check(product: Product) -> None:
-    x, weight, norm, ep = product.x, product.weight, product.norm, product.epilogue
-    check_linear(x, weight, ep.bias, ep.residual, product.out, ep.activation, ep.scale)
-    if ep.x_scale is not None:
-        raise InputError("x is quantized later", where="epilogue.x_scale", expected="None", found="given")
-    if norm is not None:
-        check_norm("norm_weight", norm.weight, x)
+def _check_logits(product: Product) -> None:
+    """Check what only an LM head has: an output of another dtype than x, a cap, row maxima."""
+    x, weight, out, ep = product.x, product.weight, product.out, product.epilogue
+    check_activations("out", out)
+    check_tensor("out", out, (x.shape[0], weight.shape[0]), out.dtype, x.device)
     if ep.multiplier is not None and not isfinite(ep.multiplier):
         raise InputError("not finite", where="multiplier", found=ep.multiplier)
     if ep.softcap is not None and not 0 < ep.softcap < inf:

@@ -19,6 +19,7 @@ def activate(x, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
+        tl.static_assert(ACTIVATION == "gelu_tanh", "unknown activation")
         # 0.5 · (1 + tanh(y)) is sigmoid(2y)
         return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
 

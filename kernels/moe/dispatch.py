@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minirt.errors import InputError
 from minirt.kernels import reference
-from minirt.kernels.checks import check_activations, check_mixture, check_tensor
+from minirt.kernels.checks import check_arguments, check_tensor
 from minirt.kernels.launch import capability
 from minirt.kernels.linear.gemv import gemv
 from minirt.kernels.linear.product import Norm, Product
@@ -198,19 +198,14 @@ def regime(m: Mixture) -> MixtureRegime:
 
 
 def _check(m: Mixture) -> None:
-    check_activations("h", m.h)
+    logits = m.logits
+    if isinstance(logits, LogitParts):
+        check_tensor("logits.sums", logits.sums, (None, None, None), torch.float32, m.h.device)
+        logits = m.h.new_empty(logits.sums.shape[1:])
+    check_arguments(
+        "mixture_residual", **m._asdict() | {"logits": logits, "norm_weight": None if m.norm is None else m.norm.weight}
+    )
     (T, H), dtype, device = m.h.shape, m.h.dtype, m.h.device
-    if isinstance(m.logits, LogitParts):
-        check_tensor("logits.sums", m.logits.sums, (None, T, None), torch.float32, device)
-        E = m.logits.sums.shape[2]
-    else:
-        check_tensor("logits", m.logits, (T, None), dtype, device)
-        E = m.logits.shape[1]
-    check_mixture(
-        m.h, E, m.gate_up, m.down, m.residual, m.top_k, m.activation, None if m.norm is None else m.norm.weight, m.gate_up_scale,
-        m.down_scale,
-    )  # fmt: skip
-    check_tensor("out", m.out, (T, H), dtype, device)
     if isinstance(m.shared, SharedOutput):
         check_tensor("shared.output", m.shared.output, (T, H), dtype, device)
         check_tensor("shared.gate", m.shared.gate, (T, 1), dtype, device)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirt.kernels.checks import check_activations, check_norm, check_tensor
+from minirt.kernels.checks import check_arguments
 from minirt.kernels.launch import next_power_of_2
 from minirt.kernels.prepared import prepared
 
@@ -42,15 +42,10 @@ def draft_input(
 
     Every token must be in [0, V) of table [V, H]; this is not checked.
     """
-    T, H = hidden.shape
     if check:
-        check_activations("hidden", hidden)
-        check_tensor("tokens", tokens, (T,), torch.int64, hidden.device)
-        check_tensor("table", table, (None, H), hidden.dtype, hidden.device)
-        check_norm("token_norm", token_norm, hidden)
-        check_norm("hidden_norm", hidden_norm, hidden)
-    if check and out is not None:
-        check_tensor("out", out, (T, 2 * H), hidden.dtype, hidden.device)
+        norms = {"token_norm": token_norm, "hidden_norm": hidden_norm}
+        check_arguments("draft_input", tokens=tokens, table=table, hidden=hidden, out=out, **norms)
+    T, H = hidden.shape
     out = torch.empty(T, 2 * H, dtype=hidden.dtype, device=hidden.device) if out is None else out
     if T:
         block = next_power_of_2(H)

@@ -15,9 +15,6 @@ from minirt.errors import ConfigError, MinirtError, UnsupportedError
 from minirt.wording import warn
 
 DTYPES = ("float32", "bfloat16", "float16")
-ACTIVATIONS = {
-    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
-}  # fmt: skip
 # The keys that each rope type accepts besides _ROPE_COMMON.
 ROPE_KEYS = {
     kind: frozenset(keys.split())

@@ -14,12 +14,20 @@ Raises, in each function:
         FP8, or no Triton on a GPU.
 """
 
+from collections.abc import Callable
 from math import prod
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Size, Tensor
 
 from minirt.errors import InputError
+from minirt.kernels.operations import OPERATIONS, Operation
 from minirt.kernels.ops import call
+
+if TYPE_CHECKING:  # the functions of declarations
+
+    def __getattr__(name: str) -> Any: ...
+
 
 Tensors = Tensor | list[Tensor]
 
@@ -63,7 +71,7 @@ def norm_linear(
         [..., N].
     """
     op = "packed_norm_linear" if isinstance(weight, list) else "norm_linear"
-    return _like(call(op, _rows("x", x), norm_weight, eps, weight, bias, scale), x)
+    return _like(call(op, _rows("x", x), norm_weight, eps, weight, bias, scale), x.shape[:-1])
 
 
 def norm_gate_up(
@@ -79,7 +87,7 @@ def norm_gate_up(
         [..., N].
     """
     op = "packed_norm_gate_up" if isinstance(weight, list) else "norm_gate_up"
-    return _like(call(op, _rows("x", x), norm_weight, eps, weight, activation, bias, scale), x)
+    return _like(call(op, _rows("x", x), norm_weight, eps, weight, activation, bias, scale), x.shape[:-1])
 
 
 def linear_residual(
@@ -130,27 +138,35 @@ def fused_rmsnorm_rope(x: Tensor, norm_weight: Tensor | None, eps: float, cos: T
     return call("norm_rope", x, cos, sin, norm_weight, eps)
 
 
-def mixture_residual(
-    h: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, residual: Tensor, top_k: int, normalize: bool, activation: str,
-    norm_weight: Tensor | None = None, eps: float = 0.0, gate_up_scale: Tensor | None = None, down_scale: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """residual + Σ_j w_j · expert_j(h), with the k best experts of each token (Shazeer et al. 2017).
+def _declared(operation: Operation) -> Callable[..., Any]:
+    """The function of an operation, from its declaration."""
+    arguments, name, first = operation.declaration.arguments, operation.name, operation.declaration.first
+    names = [argument.name for argument in arguments if not argument.by_name]
+    needed = sum(argument.default is None for argument in arguments)
+    flat = [(i, argument.name) for i, argument in enumerate(arguments) if argument.rows and arguments[0].rows]
 
-    Args:
-        h: [..., H]; normalized by `norm_weight` [H], unless it is None.
-        logits: [..., E], of the router.
-        gate_up: [E, 2I, H], gate rows first. `down`: [E, H, I].
-        residual: [..., H].
-        top_k: experts of a token. `normalize`: whether their weights are divided by their sum.
-        activation: "silu", "gelu" or "gelu_tanh".
-        gate_up_scale, down_scale: of FP8 experts, fp32 [E, 2I] and [E, H].
-    Returns:
-        [..., H].
-    """
-    return call(
-        "mixture_residual", _rows("h", h), _rows("logits", logits), gate_up, down, _rows("residual", residual), top_k, normalize,
-        activation, norm_weight, eps, gate_up_scale, down_scale,
-    ).view(residual.shape)  # fmt: skip
+    def function(*args: Any, **options: Any) -> Any:
+        given = list(args)
+        while options and len(given) < len(names) and names[len(given)] in options:
+            given.append(options.pop(names[len(given)]))
+        if len(given) < needed:
+            raise TypeError(f"{name}() has no argument {names[len(given)]!r}")
+        if not flat:
+            return call(name, *given, **options)
+        leading = given[0].shape[:-1]
+        for i, key in flat:
+            if given[i].shape[:-1] != leading:
+                expected = f"the leading dimensions {list(leading)} of {first}"
+                raise InputError("wrong shape", where=key, expected=expected, found=list(given[i].shape))
+            given[i] = _rows(key, given[i])
+        out = call(name, *given, **options)
+        return tuple(_like(one, leading) for one in out) if isinstance(out, tuple) else _like(out, leading)
+
+    function.__name__ = function.__qualname__ = name
+    function.__signature__ = operation.declaration.signature  # type: ignore[attr-defined]
+    leading = "\n\nActivations [T, K] may have any leading dimensions instead of T." if flat else ""
+    function.__doc__ = f"{operation.what}.{leading}\n\nArguments, as `minirt.kernels.declaration` explains: {operation.arguments}"
+    return function
 
 
 def _rows(name: str, x: Tensor) -> Tensor:
@@ -161,12 +177,17 @@ def _rows(name: str, x: Tensor) -> Tensor:
     return x if x.ndim == 2 else x.view(prod(x.shape[:-1]), x.shape[-1])  # the size of -1 is ambiguous if K is 0
 
 
-def _like(out: Tensor, x: Tensor) -> Tensor:
-    """out [T, N] with the leading dimensions of x."""
-    return out.view(*x.shape[:-1], out.shape[1])
+def _like(out: Tensor, leading: Size) -> Tensor:
+    """out [T, …] with these leading dimensions."""
+    return out.view(*leading, *out.shape[1:])
 
 
 def _swapped(name: str, x: Tensor) -> Tensor:
     if x.ndim != 4:
         raise InputError("wrong shape", where=name, expected="[B, T, heads, D]", found=list(x.shape))
     return x.transpose(1, 2)
+
+
+for _name, _operation in OPERATIONS.items():  # each op has a function; those above have other arguments, or are called often
+    if _operation.no_op is None and _name not in globals():
+        globals()[_name] = _declared(_operation)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from minirt.errors import InputError
-from minirt.kernels.checks import ACTIVATIONS
+from minirt.kernels.activations import check_activation
 from minirt.nn import functional
 from minirt.nn.linear import pack_linears
 from minirt.nn.norm import Device, RMSNorm, check_sizes, check_weight, parameter
@@ -79,8 +79,7 @@ class GatedMLP(nn.Module):
 
 def _check(gate: nn.Linear, down: nn.Linear, N: int, activation: str, norm: RMSNorm | None) -> None:
     """Raise InputError unless down [H, N], its bias [H], the norm [K] and the activation fit gate, of K columns."""
-    if activation not in ACTIVATIONS:
-        raise InputError("unknown activation", where="activation", expected=" or ".join(ACTIVATIONS), found=activation)
+    check_activation(activation)
     check_weight("gate.weight", gate.weight, (None, None))
     check_weight("down.weight", down.weight, (None, N), gate.weight)
     if down.bias is not None:

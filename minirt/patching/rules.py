@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from minirt.device import compute_capability, is_nvidia, triton_installed
+from minirt.kernels.activations import OF_CLASS
 from minirt.kernels.checks import DTYPES
 from minirt.modeling.formats import FP8
 from minirt.patching import forwards
@@ -23,10 +24,6 @@ from minirt.patching.weights import Weights
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
 PARTS = ("norms", "attention", "rope", "mlp")
 
-# Classes of activations and what the kernels call them.
-_ACTIVATIONS = {
-    "SiLU": "silu", "SiLUActivation": "silu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh", "NewGELUActivation": "gelu_tanh",
-}  # fmt: skip
 # transformers' own hooks read only outputs that a patched module still has.
 _RECORDING = "transformers.utils.output_capturing"
 
@@ -247,7 +244,7 @@ def _attention(module: Any, options: Options) -> Record | str:
 
 def _activation(module: Any) -> str | None:
     """What the kernels call a module's activation; None: they have none like it."""
-    return None if _replaced(module.act_fn) else _ACTIVATIONS.get(type(module.act_fn).__name__)
+    return None if _replaced(module.act_fn) else OF_CLASS.get(type(module.act_fn).__name__)
 
 
 def _arguments(module: nn.Module) -> list[str]:

@@ -143,7 +143,7 @@ def test_the_kernels_take_what_a_patched_model_gives_them(make, name, fp8, monke
         launched = set()
 
         def kernel(op, function):
-            return lambda *args: launched.add(op) or function(*args)
+            return lambda *args, **options: launched.add(op) or function(*args, **options)
 
         kernels = {op: forms._replace(reference=kernel(op, forms.kernel)) for op, forms in ops.IMPLEMENTATIONS.items()}
         monkeypatch.setattr(ops, "IMPLEMENTATIONS", kernels)

@@ -17,6 +17,7 @@ from support.cli import refused
 from minirt.bench.ceiling import Ceiling, MatmulCeiling
 from minirt.bench.kernels import attention_operations, operations, report
 from minirt.bench.kernels import benchmark as bench
+from minirt.bench.kernels.declared import declared
 from minirt.bench.kernels.operations import Form, Problem, Step
 from minirt.bench.measure import host_seconds
 from minirt.bench.report import FORMATS, machine
@@ -137,9 +138,9 @@ def test_cost_of_rows():
     x = torch.empty(7, 96, dtype=torch.float16)
     weight = torch.empty(96, dtype=torch.float16)
     assert norm.cost(7, 96, 2)[0] == 2 * x.nbytes + weight.nbytes
-    assert norm.cost(7, 96, 2, residual=True)[0] == 3 * x.nbytes + weight.nbytes
+    assert norm.residual_cost(7, 96, 2)[0] == 3 * x.nbytes + weight.nbytes
     values, scales = quantize_fp8(torch.zeros_like(x))
-    assert norm.cost(7, 96, 2, 1)[0] == x.nbytes + weight.nbytes + values.nbytes
+    assert norm.quantized_cost(7, 96, 2)[0] == x.nbytes + weight.nbytes + values.nbytes
     assert quantize_kernel.cost(7, 96, 2)[0] == x.nbytes + values.nbytes + scales.nbytes
     qkv, kept = torch.empty(7, 5, 64, dtype=torch.float16), torch.empty(7, 2, 64, dtype=torch.float16)
     rest = 7 * (64 * 4 + 8 + 8)  # cosines and sines, position, slot
@@ -243,7 +244,7 @@ def test_pages_that_are_not_written_are_found(monkeypatch):
 
 def test_a_form_that_cannot_run_is_left_out_with_its_reason(monkeypatch):
     def built(step):
-        problem = operations.rms_norm(step)
+        problem = declared(step, "rms_norm")
 
         def fails():
             raise RuntimeError("no such kernel for this shape\nat line 3")

@@ -126,7 +126,7 @@ def test_wrong_arguments_are_named(make, cache, device):
     scales = torch.ones(pages.k.shape[:3], device=device)
     q = make(20, 2, 64, dtype=torch.float32)
     rest = (pages.k, pages.v, pages.tables, starts, pages.lens)
-    raises("scales for one of K and V only", dispatch.paged_attention_prefill, q, *rest, 1.0, k_scales=scales)
+    raises("k_scales, v_scales: only one of both is given", dispatch.paged_attention_prefill, q, *rest, 1.0, k_scales=scales)
     with pytest.raises(InputError, match=r"k_pages: wrong dtype; expected torch.float8_e4m3fn"):
         dispatch.paged_attention_prefill(q, *rest, 1.0, k_scales=scales, v_scales=scales)
     raises(r"scale: not positive.*found 0", dispatch.paged_attention_prefill, q, *rest, 0.0)

@@ -13,7 +13,7 @@ from support.decode import plan
 from minirt.errors import InputError
 from minirt.kernels import reference
 from minirt.kernels.attention import decode_few, prefill_sm90, rope_write
-from minirt.kernels.attention.checks import check_decode, check_rope
+from minirt.kernels.attention.checks import check_decode
 from minirt.kernels.attention.dispatch import attention, decode_regime
 from minirt.kernels.attention.limits import HEAD_DIMS
 from minirt.kernels.attention.operands import AttentionInput, KVPages, Rope, Scores, Sequences
@@ -195,7 +195,7 @@ def test_wrong_settings_are_named(make, cache, nan, device):
         (a._replace(gate=a.gate.half()), "gate: wrong dtype"),
         (a._replace(gate=a.gate.transpose(1, 2).contiguous().transpose(1, 2)), "gate: not contiguous"),
         (a._replace(heads=a.heads.t().contiguous().t()), "qkv: not contiguous"),
-        (a._replace(rope=a.rope._replace(q_scales=a.rope.q_scales[1:])), "q_scales: wrong length; expected 257"),
+        (a._replace(rope=a.rope._replace(q_scales=a.rope.q_scales[1:])), r"q_scales: wrong shape; expected \[257\]"),
         (a._replace(rope=a.rope._replace(cos_sin=make(257, 98, dtype=torch.float32))), "cos_sin: wrong number of rotated"),
         (a._replace(rope=a.rope._replace(cos_sin=make(257, 31, dtype=torch.float32))), "cos_sin: wrong number of rotated"),
         (a._replace(rope=a.rope._replace(cos_sin=make(257, 0, dtype=torch.float32))), "cos_sin: wrong number of rotated"),
@@ -203,7 +203,7 @@ def test_wrong_settings_are_named(make, cache, nan, device):
     for one, message in wrong:
         with pytest.raises(InputError, match=message):
             check_decode(one, 6)
-    check_rope(Rope(None), 96, a.heads)
+    check_decode(a._replace(rope=Rope(None)), 6)
 
 
 def test_infinite_channels_that_are_not_rotated(make, device):

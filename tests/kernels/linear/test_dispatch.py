@@ -10,7 +10,7 @@ from support.raising import raises
 
 from minirt.errors import InputError
 from minirt.kernels import reference
-from minirt.kernels.checks import ACTIVATIONS
+from minirt.kernels.activations import ACTIVATIONS
 from minirt.kernels.launch import Gpu, Workspace
 from minirt.kernels.linear import dispatch as kernel
 from minirt.kernels.linear.gemm_small import GemmSmallConfig, rule
@@ -198,7 +198,7 @@ def test_wrong_arguments_are_named(make, device):
     raises("norm_weight: wrong dtype", kernel.norm_linear, x, norm_weight.half(), EPS, weight)
     raises("residual: wrong shape", kernel.linear_residual, x, weight, x)
     raises(r"activation: unknown.*relu", kernel.norm_gate_up, x, norm_weight, EPS, weight, "relu")
-    raises(r"weight: wrong dtype; expected torch\.float8_e4m3fn", kernel.linear_residual, x, weight, x, scale=bias)
+    raises(r"weight: wrong dtype; expected torch\.float8_e4m3fn", kernel.norm_linear, x, None, EPS, weight, scale=bias)
     tiles = kernel.row_maxima_tiles(2, weight, x.dtype)
     values, needed = torch.zeros(2, tiles, dtype=torch.int64, device=device), torch.ones(1, dtype=torch.int32, device=device)
     for row_maxima, message in (

@@ -7,7 +7,7 @@ import torch
 from support.linear import gemm, gemm_gated, linear64
 
 from minirt.kernels import reference
-from minirt.kernels.checks import ACTIVATIONS
+from minirt.kernels.activations import ACTIVATIONS
 from minirt.kernels.launch import Gpu, Workspace
 from minirt.kernels.linear import gemm as kernel
 from minirt.kernels.linear import gemm_sm90

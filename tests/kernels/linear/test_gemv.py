@@ -8,7 +8,7 @@ from support.linear import gemv, norm64
 
 from minirt.errors import UnsupportedError
 from minirt.kernels import launch, reference
-from minirt.kernels.checks import ACTIVATIONS
+from minirt.kernels.activations import ACTIVATIONS
 from minirt.kernels.linear.gemv import GemvConfig
 
 EPS = 1e-6
