@@ -53,9 +53,7 @@ def test_name(batch_size: int, context_len: int, count: int) -> str:
     return f"tg{count} b{batch_size} @ d{context_len}"
 
 
-def step_times(
-    runs: Runs, batch_size: int, context_len: int, count: int = STEPS
-) -> tuple[list[float], list[float], int]:
+def step_times(runs: Runs, batch_size: int, context_len: int, count: int = STEPS) -> tuple[list[float], list[float], int]:
     """Measure a decode step of the whole batch, after one run that is not counted.
 
     Let t(n) be the time until every prompt has n tokens, f the result of `prefill_steps`, and c the `count` of timed steps. A

@@ -70,16 +70,13 @@ class PatchReport(Report):
 
 
 _COLUMNS: list[Column] = [
-    ("model", lambda r: f"{Path(r['model']).name} {r['dtype']}"),
-    ("transformers", lambda r: r["mode"]),
-    ("test", lambda r: r["test"]),
-    ("variant", lambda r: r["variant"]),
-    ("ms", lambda r: f"{r['seconds']['median'] * 1e3:,.3f}"),
-    ("min ms", lambda r: f"{r['seconds']['min'] * 1e3:,.3f}"),
+    ("model", lambda r: f"{Path(r['model']).name} {r['dtype']}"), ("transformers", lambda r: r["mode"]),
+    ("test", lambda r: r["test"]), ("variant", lambda r: r["variant"]),
+    ("ms", lambda r: f"{r['seconds']['median'] * 1e3:,.3f}"), ("min ms", lambda r: f"{r['seconds']['min'] * 1e3:,.3f}"),
     ("t/s", lambda r: f"{r['tokens_per_s']:,.1f}"),
     ("speed", lambda r: "-" if r["speedup"] is None else f"{r['speedup']:.3f} ×"),
     ("peak GiB", lambda r: f"{r['peak_memory_bytes'] / 2**30:,.2f}"),
-]
+]  # fmt: skip
 
 
 def require_transformers() -> Any:

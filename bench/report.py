@@ -268,12 +268,10 @@ def _width(columns: Sequence[tuple[str, ...]]) -> int:
 
 
 _SHARED_COLUMNS: list[Column] = [
-    ("model", lambda r: f"{_short(r['model'])} {r['dtype']}"),
-    ("size", lambda r: format_size(r["weight_bytes"])),
+    ("model", lambda r: f"{_short(r['model'])} {r['dtype']}"), ("size", lambda r: format_size(r["weight_bytes"])),
     ("params", lambda r: f"{r['parameters'] / 1e6:,.1f} M"),
-    ("backend", lambda r: f"{r['backend']} {'+'.join(r['implementations'])}"),
-    ("test", lambda r: r["test"]),
-]
+    ("backend", lambda r: f"{r['backend']} {'+'.join(r['implementations'])}"), ("test", lambda r: r["test"]),
+]  # fmt: skip
 _PEAK: Column = ("peak GiB", lambda r: _number(r["peak_memory_bytes"], 2**-30))
 _COLUMNS: dict[str, list[Column]] = {
     "speed": [

@@ -9,10 +9,7 @@ from minirt.kernels.checks import check_arguments
 from minirt.kernels.launch import cdiv
 from minirt.kernels.prepared import prepared
 
-CASES = [
-    {"T": 1, "V": 7, "H": 16}, {"T": 3, "V": 101, "H": 96}, {"T": 17, "V": 33, "H": 577},
-    {"T": 129, "V": 50, "H": 1536},
-]  # fmt: skip
+CASES = [{"T": 1, "V": 7, "H": 16}, {"T": 3, "V": 101, "H": 96}, {"T": 17, "V": 33, "H": 577}, {"T": 129, "V": 50, "H": 1536}]
 _BLOCK_H = 1024
 
 

@@ -45,9 +45,7 @@ def to_fp8(x, scale):
 
 
 @triton.jit
-def block_scales(
-    ptr, first, n0, block, N, K: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr, AXIS: tl.constexpr
-):  # fmt: skip
+def block_scales(ptr, first, n0, block, N, K: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr, AXIS: tl.constexpr):
     """The scales of COUNT weight rows from first + n0 on in the block of columns `block`.
 
     One value if all rows lie in one block, else a vector that has an axis AXIS of length 1. Rows past N repeat the last one.

@@ -276,7 +276,6 @@ OPERATIONS = {
 # What `minirt.kernels` exports besides the functions of `OPERATIONS`.
 HELPERS = {"RowMaxima": "linear.product", "Workspace": "launch", "row_maxima_tiles": "linear.dispatch"}
 EXPORTED = {
-    name: operation.module
-    for name, operation in OPERATIONS.items()
+    name: operation.module for name, operation in OPERATIONS.items()
     if operation.exported or (operation.no_op is None and name != operation.module)
-} | HELPERS
+} | HELPERS  # fmt: skip

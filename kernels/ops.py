@@ -289,8 +289,6 @@ def _rows(parts: list[Tensor]) -> Tensor | None:
 
 
 IMPLEMENTATIONS = {
-    name: implementation
-    for operation in OPERATIONS.values()
-    if operation.no_op is None
+    name: implementation for operation in OPERATIONS.values() if operation.no_op is None
     for name, implementation in _register(operation).items()
-}
+}  # fmt: skip

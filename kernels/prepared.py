@@ -111,8 +111,7 @@ class PreparedKernel(JITFunction):
         return functools.partial(entry, grid)
 
     def _by_triton(
-        self, grid: Any, arguments: tuple[Any, ...], options: dict[str, Any], launches: dict[Any, _Launch | None],
-        key: Any,
+        self, grid: Any, arguments: tuple[Any, ...], options: dict[str, Any], launches: dict[Any, _Launch | None], key: Any,
     ) -> None:  # fmt: skip
         """Launch by Triton, and prepare the next launch with this key. key None: it is not covered."""
         real = tuple(map(_for_triton, arguments))
@@ -320,22 +319,16 @@ def _launch_function(
     passed, hooks = ", ".join(values), [f"_runtime.launch_{at}_hook" for at in ("enter", "exit")]
     hooked = " or ".join(f"((_hook := {hook}) is not None and getattr(_hook, 'calls', True))" for hook in hooks)
     lines += [
-        *aligned,
-        "_driver = driver.active",
-        "_device = _driver.get_current_device()",
+        *aligned, "_driver = driver.active", "_device = _driver.get_current_device()",
         f"_key = (_device, _aligned, {', '.join([*key, *_OPTIONS])}, tuple(_options.items()) if _options else None)",
-        "_ready = _launches.get(_key)",
-        f"if _ready is None or not ({covered}) or _by_triton.get() or _hooks or {hooked}:",
+        "_ready = _launches.get(_key)", f"if _ready is None or not ({covered}) or _by_triton.get() or _hooks or {hooked}:",
         f"    _given_options = _given(({', '.join(_OPTIONS)}), _options)",
         f"    return _kernel._by_triton(_grid, {everything}, _given_options, _launches, _key if {covered} else None)",
-        "if len(_grid) == 1: _x, _y, _z = _grid[0], 1, 1",
-        "else: _x, _y, _z = _grid if len(_grid) == 3 else (*_grid, 1)",
-        "_launch, _constants, _nested, _maps, _encode = _ready",
-        *encoded,
-        "_stream = _driver.get_current_stream(_device)",
+        "if len(_grid) == 1: _x, _y, _z = _grid[0], 1, 1", "else: _x, _y, _z = _grid if len(_grid) == 3 else (*_grid, 1)",
+        "_launch, _constants, _nested, _maps, _encode = _ready", *encoded, "_stream = _driver.get_current_stream(_device)",
         f"if _nested: _launch(_x, _y, _z, _stream, *_constants, ({passed},))",
         f"else: _launch(_x, _y, _z, _stream, *_constants, {passed})",
-    ]
+    ]  # fmt: skip
     body = "".join(f"    {line}\n" for line in lines)
     source = f"def launch(_grid, {', '.join([_passed(kernel), *fields])}):\n{body}"
     return _compiled(source, "launch", {

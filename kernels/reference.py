@@ -79,9 +79,7 @@ def weight_format(weight: Tensor, scale: Tensor | None, itemsize: int) -> str:
     return "fp16" if itemsize == 2 else "fp32"
 
 
-def linear_fp8(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, quantize: bool | None = None
-) -> Tensor:
+def linear_fp8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, quantize: bool | None = None) -> Tensor:
     """x [T, K] · (weight · scale)ᵀ + bias [N] → [T, N]: weight [N, K] e4m3, scale [N] fp32.
 
     Two or more tokens are quantized first, each with a separate scale (`quantize_fp8`), because tensor cores multiply fp8 by fp8.

@@ -158,9 +158,7 @@ RegimeKind = TypeVar("RegimeKind", bound=Regime)
 
 
 @lru_cache(4096)
-def covering(
-    table: tuple[RegimeKind, ...], size: int, capability: int, format: str | None = None
-) -> tuple[RegimeKind, ...]:
+def covering(table: tuple[RegimeKind, ...], size: int, capability: int, format: str | None = None) -> tuple[RegimeKind, ...]:
     """The regimes of a table that cover a size on a compute capability. Cached: every launch asks.
 
     format: of the weight, as in `Limits.formats`: regimes that declare others are left out. None: any.

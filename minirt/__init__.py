@@ -26,20 +26,12 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "AsyncGenerator": "minirt.async_generator",
-    "Completion": "minirt.outputs",
-    "Generator": "minirt.generator",
-    "LoadOptions": "minirt.loading.options",
-    "MinirtError": "minirt.errors",
-    "Piece": "minirt.outputs",
-    "Samples": "minirt.outputs",
-    "SamplingParams": "minirt.sampling_params",
-    "Score": "minirt.outputs",
-    "SpeculativeOptions": "minirt.speculative.options",
-    "StructuredOutputsParams": "minirt.structured.params",
-    "patch": "minirt.patching.model",
-    "unpatch": "minirt.patching.model",
-}
+    "AsyncGenerator": "minirt.async_generator", "Completion": "minirt.outputs", "Generator": "minirt.generator",
+    "LoadOptions": "minirt.loading.options", "MinirtError": "minirt.errors", "Piece": "minirt.outputs",
+    "Samples": "minirt.outputs", "SamplingParams": "minirt.sampling_params", "Score": "minirt.outputs",
+    "SpeculativeOptions": "minirt.speculative.options", "StructuredOutputsParams": "minirt.structured.params",
+    "patch": "minirt.patching.model", "unpatch": "minirt.patching.model",
+}  # fmt: skip
 
 # In a checkout these three are symbolic links to folders next to this one. In an installed package they are real folders.
 for _part in ("kernels", "models", "bench"):

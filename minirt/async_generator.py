@@ -67,9 +67,7 @@ class AsyncGenerator:
         return cls(await asyncio.to_thread(load, model, progress=progress, **options), max_unread=max_unread)
 
     @overload
-    async def generate(
-        self, prompts: Prompt, params: SamplingParams | None = None, *, priority: int = 0
-    ) -> Completion: ...
+    async def generate(self, prompts: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Completion: ...
 
     @overload
     async def generate(
@@ -109,9 +107,7 @@ class AsyncGenerator:
         tokens = await asyncio.to_thread(self.generator.encode_chat, messages, limit, chat_template_kwargs)
         return await self.generate(tokens, params, priority=priority)
 
-    async def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
-    ) -> AsyncIterator[Piece]:
+    async def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> AsyncIterator[Piece]:
         """Yield the completion piece by piece, as `Generator.stream` does. Closing the iterator aborts.
 
         Raises:
@@ -133,9 +129,7 @@ class AsyncGenerator:
                     raise stream.completion.error
                 yield piece, stream.completion
 
-    async def encode_chat(
-        self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None
-    ) -> list[int]:
+    async def encode_chat(self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of a conversation through the chat template, for `stream` and `generate`; see `Generator.encode_chat`."""
         limit = self.generator.max_len - 1
         return await asyncio.to_thread(self.generator.encode_chat, messages, limit, chat_template_kwargs)

@@ -184,9 +184,7 @@ class Generator:
         self._finish(call, progress, "token_ids")
         return call.result()
 
-    def completions(
-        self, prompts: Sequence[Prompt], params: Params = None, *, priority: Priority = 0
-    ) -> "Completions":
+    def completions(self, prompts: Sequence[Prompt], params: Params = None, *, priority: Priority = 0) -> "Completions":
         """Complete many prompts at once. Iterating yields (index of the prompt, its result) in the order of finishing."""
         call = self._prepare(prompts, params, priority, single=False)
         return Completions(call, self._run(call))  # `Completions.all` has the tokens of requests that still run

@@ -240,9 +240,7 @@ def read_no_rope_layers(fields: Fields) -> frozenset[int]:
     return frozenset(i for i, flag in enumerate(flags) if not flag)
 
 
-def decoder_layers(
-    config: ModelConfig, attention: Callable[[int], AttentionSettings] | None = None
-) -> "list[Layer]":
+def decoder_layers(config: ModelConfig, attention: Callable[[int], AttentionSettings] | None = None) -> "list[Layer]":
     """Embedding, attention (or gated DeltaNet) and MLP (or mixture of experts) of each block, head.
 
     Weights are named by their checkpoint prefixes, without `.weight`.
@@ -266,9 +264,7 @@ def head_weight(config: ModelConfig) -> str:
     return "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
 
 
-def block(
-    config: ModelConfig, name: str, prefix: str, attention: AttentionSettings | None, *, mixture: bool
-) -> "list[Layer]":
+def block(config: ModelConfig, name: str, prefix: str, attention: AttentionSettings | None, *, mixture: bool) -> "list[Layer]":
     """The layers of one block: attention or gated DeltaNet, and an MLP or a mixture of experts.
 
     Args:

@@ -56,13 +56,10 @@ def warn_of_unread_fields(fields: Fields) -> None:
     inner = fields.raw.get("text_config")
     levels = {"": fields.raw, "text_config.": inner if isinstance(inner, Mapping) else {}}
     unread = [
-        f"{prefix}{name}"
-        for prefix, level in levels.items()
-        for name, value in level.items()
-        if f"{prefix}{name}" not in fields.read
-        and value not in (None, [], {}, _GENERATION.get(name))
+        f"{prefix}{name}" for prefix, level in levels.items() for name, value in level.items()
+        if f"{prefix}{name}" not in fields.read and value not in (None, [], {}, _GENERATION.get(name))
         and not _HARMLESS.fullmatch(name)
-    ]
+    ]  # fmt: skip
     if unread:
         names = printable(shortened(", ".join(unread)))
         what = f"fields {names} are" if len(unread) > 1 else f"field {names} is"

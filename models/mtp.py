@@ -48,11 +48,8 @@ def draft_layers(config: ModelConfig, rows: int | None) -> "tuple[list[Layer], l
     attention, mlp = block(sized, "mtp", "mtp.layers.0", config.attention(), mixture=mixture)
     names = {"norm_embedding": "mtp.pre_fc_norm_embedding", "norm_hidden": "mtp.pre_fc_norm_hidden", "fc": "mtp.fc"}
     draft: list[Layer] = [
-        DraftInput(config, name="mtp.input", **names),
-        attention,
-        Select(config, name="mtp.select"),
-        mlp,
+        DraftInput(config, name="mtp.input", **names), attention, Select(config, name="mtp.select"), mlp,
         Tap(config, name="mtp.tap", norm="mtp.norm", every_row=False),
         Head(config, name="mtp.head", norm="mtp.norm", weight=head_weight(config), rows=rows),
-    ]
+    ]  # fmt: skip
     return [*before, Tap(config, norm=FINAL_NORM), head], draft

@@ -95,10 +95,9 @@ def test_frames_around_a_native_error_do_not_matter():
 
 
 @pytest.mark.parametrize(
-    ("free", "own", "others"),
-    [(20, 0, 60), (20, 50, 10), (79, 0, 0), (20, 59, 0)],
+    ("free", "own", "others"), [(20, 0, 60), (20, 50, 10), (79, 0, 0), (20, 59, 0)],
     ids=["others", "this process too", "only the context of this process", "only this process"],
-)
+)  # fmt: skip
 def test_memory_that_others_hold(monkeypatch, free, own, others):
     """All that is neither free nor this process's; up to 1 GiB is the CUDA context of this process."""
     gpu = torch.device("cuda", 0)

@@ -73,10 +73,9 @@ def test_special_files_neither_block_nor_are_read(tmp_path: Path) -> None:
     paths = special_files(tmp_path)
     script = (
         "import sys; from pathlib import Path; from minirt.errors import ConfigError; from minirt.files import read_text\n"
-        "for path in map(Path, sys.argv[1:]):\n"
-        "    try: read_text(path, limit=1000, error=ConfigError)\n"
+        "for path in map(Path, sys.argv[1:]):\n" "    try: read_text(path, limit=1000, error=ConfigError)\n"
         "    except ConfigError as error: print(error.what)\n"
-    )
+    )  # fmt: skip
     command = [sys.executable, "-P", "-c", script, *map(str, paths.values())]
     out = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
     assert len(out) == len(paths)

@@ -58,12 +58,9 @@ def imports(path, module, *, everywhere=True):
     """The modules that a file imports, except under `if TYPE_CHECKING`. `everywhere`: include imports inside functions."""
     tree = ast.parse(path.read_text())
     skipped = {
-        id(n)
-        for node in ast.walk(tree)
-        if (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
-        or (not everywhere and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-        for n in ast.walk(node)
-    }
+        id(n) for node in ast.walk(tree) if (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+        or (not everywhere and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)) for n in ast.walk(node)
+    }  # fmt: skip
     for node in ast.walk(tree):
         if id(node) in skipped:
             continue
@@ -167,9 +164,8 @@ def test_eager_needs_no_triton():
     script = (
         "import sys; sys.modules['triton'] = None\n"
         "import json, torch; from minirt import models; from minirt.modeling.model import Model\n"
-        "config = models.preset('SmolLM2-135M').config\n"
-        "print(len(Model(config, models.build(config)).layers))"
-    )
+        "config = models.preset('SmolLM2-135M').config\n" "print(len(Model(config, models.build(config)).layers))"
+    )  # fmt: skip
     out = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
     assert out.stdout.strip() == "63", out.stderr
 
@@ -210,9 +206,8 @@ def test_modules_that_only_unix_has_are_not_needed():
     script = (
         "import sys, psutil, torch, triton; sys.modules['resource'] = sys.modules['fcntl'] = None\n"
         "from minirt import device; import minirt.generator; import minirt.kernels.compile.tuning as tuning\n"
-        "from pathlib import Path\n"
-        "with tuning._locked(Path('.')): print(device.host_peak_memory() > 0)"
-    )
+        "from pathlib import Path\n" "with tuning._locked(Path('.')): print(device.host_peak_memory() > 0)"
+    )  # fmt: skip
     out = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
     assert out.stdout.strip() == "True", out.stderr
 

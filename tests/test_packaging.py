@@ -36,11 +36,9 @@ def run(*command, **options):
 def source_files():
     """The path in the wheel of each Python file of the runtime."""
     return {
-        f"{target}/{path.relative_to(ROOT / folder).as_posix()}"
-        for folder, target in PACKAGES.items()
-        for path in (ROOT / folder).rglob("*.py")
-        if not any(path.is_relative_to(other) for other in NOT_INSTALLED)
-    }
+        f"{target}/{path.relative_to(ROOT / folder).as_posix()}" for folder, target in PACKAGES.items()
+        for path in (ROOT / folder).rglob("*.py") if not any(path.is_relative_to(other) for other in NOT_INSTALLED)
+    }  # fmt: skip
 
 
 def copy_source(target):

@@ -23,8 +23,7 @@ LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 WIDE = {"hidden_size": 128}
 CASES = {
-    "llama": ("Llama", {}),
-    "llama-tied-mha": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "llama": ("Llama", {}), "llama-tied-mha": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-llama3-d64": ("Llama", {"rope_parameters": LLAMA3, "head_dim": 64, **WIDE}),
     "llama-linear-8to1": ("Llama", {"rope_parameters": LINEAR, "num_attention_heads": 8, "num_key_value_heads": 1}),
@@ -35,7 +34,7 @@ CASES = {
     "qwen3": ("Qwen3", {"head_dim": 64}),
     "qwen3-bias-yarn": ("Qwen3", {"head_dim": 128, "attention_bias": True, "rope_parameters": YARN}),
     "mistral": ("Mistral", {}),
-}
+}  # fmt: skip
 MOE = {"num_experts": 13, "num_experts_per_tok": 3, "moe_intermediate_size": 41}
 CASES |= {
     "qwen3-moe": ("Qwen3Moe", {**MOE, "norm_topk_prob": True, "head_dim": 64}),
@@ -83,8 +82,7 @@ def test_tiny_models(case, impl, hf_folder):
 CHATS = (
     "What is the capital of France? Tell me a short story about it.",
     "Write a Python function that returns the n-th Fibonacci number.", "请用中文介绍一下长城。",
-    "Reply only with emoji: 👩‍👩‍👧‍👦 🏳️‍🌈 🇫🇷", "a", "List three primes between 10 and 20.",
-    "¿Cuál es la capital de España?",
+    "Reply only with emoji: 👩‍👩‍👧‍👦 🏳️‍🌈 🇫🇷", "a", "List three primes between 10 and 20.", "¿Cuál es la capital de España?",
 )  # fmt: skip
 TEXTS = (
     "Once upon a time", "def quicksort(xs):\n    if len(xs) <= 1:\n        return xs\n",

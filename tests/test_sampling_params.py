@@ -58,12 +58,9 @@ def test_accepted_values_are_kept(name: str, accepted: list) -> None:
 
 @pytest.mark.parametrize(("name", "refused", "expected"), [
     ("temperature", [-0.1, -1, math.inf, -math.inf, 10**400], "a finite number >= 0"),
-    ("top_k", [-2, 1.0, 50.0], "an integer >= 0"),
-    ("top_p", [0, 0.0, -0.5, 1.0000001, 2, math.inf], "above 0 and at most 1"),
-    ("min_p", [-1e-9, 1.1, math.inf], "from 0 to 1"),
-    ("seed", [-1, 2**64, 0.0], r"from 0 to 2\*\*64 - 1"),
-    ("max_tokens", [-1, 1.0], "an integer >= 1, or 0 with prompt_logprobs"),
-    ("min_tokens", [-1, 1.0], "an integer >= 0"),
+    ("top_k", [-2, 1.0, 50.0], "an integer >= 0"), ("top_p", [0, 0.0, -0.5, 1.0000001, 2, math.inf], "above 0 and at most 1"),
+    ("min_p", [-1e-9, 1.1, math.inf], "from 0 to 1"), ("seed", [-1, 2**64, 0.0], r"from 0 to 2\*\*64 - 1"),
+    ("max_tokens", [-1, 1.0], "an integer >= 1, or 0 with prompt_logprobs"), ("min_tokens", [-1, 1.0], "an integer >= 0"),
     ("presence_penalty", [-2.1, 2.01, math.inf], "a number from -2 to 2"),
     ("frequency_penalty", [-2.1, 2.01, -math.inf], "a number from -2 to 2"),
     ("repetition_penalty", [0, 1e-320, 1e308, math.inf], "a number from 0.001 to 1,000"),
@@ -195,12 +192,9 @@ def test_a_seed_is_drawn_once_and_only_for_draws() -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [
-    *(("temperature", v) for v in ("hot", -1, math.nan, True, [0.5])),
-    *(("top_k", v) for v in (5.5, "50", -3)),
-    *(("top_p", v) for v in (0, 1.5, "0.9")),
-    *(("min_p", v) for v in (2, {})),
-    *(("max_new_tokens", v) for v in (0, "many", 2.5)),
-    *(("stop_strings", v) for v in ("", [1], 5)),
+    *(("temperature", v) for v in ("hot", -1, math.nan, True, [0.5])), *(("top_k", v) for v in (5.5, "50", -3)),
+    *(("top_p", v) for v in (0, 1.5, "0.9")), *(("min_p", v) for v in (2, {})),
+    *(("max_new_tokens", v) for v in (0, "many", 2.5)), *(("stop_strings", v) for v in ("", [1], 5)),
     *(("do_sample", v) for v in ("true", 1)),
 ])  # fmt: skip
 def test_a_malformed_file_is_refused(field: str, value: object) -> None:

@@ -151,8 +151,7 @@ sys.meta_path.insert(0, Watch())
     ("import minirt; minirt.Generator", {}, str(threads.SPIN_COUNT)),
     ("from minirt.cli import app; app.main(['env'])", {}, str(threads.SPIN_COUNT)),
     ("import minirt; minirt.Generator", {"GOMP_SPINCOUNT": "77"}, "77"),
-    ("import minirt; minirt.Generator", {"OMP_WAIT_POLICY": "active"}, ""),
-    ("import minirt; import torch", {}, ""),
+    ("import minirt; minirt.Generator", {"OMP_WAIT_POLICY": "active"}, ""), ("import minirt; import torch", {}, ""),
 ])  # fmt: skip
 def test_the_spin_count_is_there_before_openmp_is(code, variables, expected):
     environment = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}

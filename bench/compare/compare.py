@@ -126,15 +126,9 @@ def select(sequence: Sequence[Place], pattern: str | None, skipped: dict[str, st
 
 
 def run(
-    model: Model,
-    tokens: Sequence[int],
-    shape: Shape,
-    *,
-    impl: Sequence[str] = (),
-    layer: str | None = None,
-    ceiling: Ceiling | None = None,
-    progress: Callable[[str], None] = lambda text: None,
-) -> Result:
+    model: Model, tokens: Sequence[int], shape: Shape, *, impl: Sequence[str] = (), layer: str | None = None,
+    ceiling: Ceiling | None = None, progress: Callable[[str], None] = lambda text: None,
+) -> Result:  # fmt: skip
     """Compare layers, then the whole model, then times.
 
     Args:
@@ -296,8 +290,7 @@ def _decode(step: EagerStep, seconds: dict[str, float], launched: float) -> Row:
         "candidate_tokens_per_s": batch / best, "speedup": seconds["eager"] / best,
     }
     fusion = {
-        kind: {"step_s": seconds[kind], "brings_s": seconds[kind] - best, "speedup": seconds[kind] / best}
-        for kind in seconds
+        kind: {"step_s": seconds[kind], "brings_s": seconds[kind] - best, "speedup": seconds[kind] / best} for kind in seconds
         if kind not in ("eager", "candidate")
-    }
+    }  # fmt: skip
     return {"decode": decode, "fusion": fusion}

@@ -93,12 +93,9 @@ def _kl(p: Tensor, q: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def compare_text(
-    model: Model,
-    sequence: Sequence[Place],
-    tokens: Sequence[int],
-    least: Floor,
+    model: Model, sequence: Sequence[Place], tokens: Sequence[int], least: Floor,
     progress: Callable[[float], None] = lambda share: None,
-) -> TextComparison:
+) -> TextComparison:  # fmt: skip
     """Run a text through the eager layers, the candidates, and the truth. `least` is the floor of the bound.
 
     To save memory, the truth's layers are converted to fp64 one at a time. `progress` is called with the share that is done, at

@@ -73,11 +73,10 @@ def _whole(whole: Row, names: str) -> list[str]:
     rows += [(f"{names}, but {kind} eager, CUDA graph", part["step_s"]) for kind, part in whole["fusion"].items()]
     columns: list[Column] = [
         (f"decode step, batch {batch}, context {decode['context_len']}", lambda r: r["name"]),
-        ("tokens/s", lambda r: f"{batch / r['seconds']:,.1f}"),
-        ("step ms", lambda r: f"{r['seconds'] * 1e3:,.3f}"),
+        ("tokens/s", lambda r: f"{batch / r['seconds']:,.1f}"), ("step ms", lambda r: f"{r['seconds'] * 1e3:,.3f}"),
         (f"{names} takes less", lambda r: "" if r["seconds"] == best else f"{(r['seconds'] - best) * 1e3:,.3f} ms"),
         ("its speedup", lambda r: "" if r["seconds"] == best else f"{r['seconds'] / best:.3g}"),
-    ]
+    ]  # fmt: skip
     lines += ["", *table(columns, [{"name": name, "seconds": seconds} for name, seconds in rows], left=1)]
     lines += ["", "The eager CUDA graph is valid only for this context length: its attention reads the lengths on the host."]
     return lines
@@ -123,27 +122,17 @@ def _cosine(row: Row) -> str:
 
 
 _ERROR_COLUMNS: list[Column] = [
-    ("step", lambda r: r["step"]),
-    ("layer", lambda r: r["layer"]),
-    ("runs", lambda r: r["implementation"]),
-    ("rows", lambda r: f"{r['rows']:,}"),
-    ("error / eager's / limit", _pair("out", "relative", limit=True)),
-    ("worst row", _pair("out", "worst_row", limit=True)),
-    ("of what it adds", _pair("added", "relative", limit=True)),
-    ("max", _pair("out", "largest")),
-    ("1 − cosine", _cosine),
-    ("K, V or state", _cached),
+    ("step", lambda r: r["step"]), ("layer", lambda r: r["layer"]), ("runs", lambda r: r["implementation"]),
+    ("rows", lambda r: f"{r['rows']:,}"), ("error / eager's / limit", _pair("out", "relative", limit=True)),
+    ("worst row", _pair("out", "worst_row", limit=True)), ("of what it adds", _pair("added", "relative", limit=True)),
+    ("max", _pair("out", "largest")), ("1 − cosine", _cosine), ("K, V or state", _cached),
     ("", lambda r: "" if r["within_bounds"] else "**broken**"),
-]
+]  # fmt: skip
 _LAYER_COLUMNS: list[Column] = [
-    *_ERROR_COLUMNS[:-1],
-    ("eager µs", _micros("eager_s")),
-    ("µs", _micros("candidate_s")),
-    ("speedup", lambda r: _number(r["speedup"], ".3g")),
-    ("MB", lambda r: _number(r["bytes"] / 1e6, ",.2f")),
-    ("of the limit", lambda r: "-" if r["share_of_limit"] is None else f"{r['share_of_limit']:.0%}"),
-    _ERROR_COLUMNS[-1],
-]
+    *_ERROR_COLUMNS[:-1], ("eager µs", _micros("eager_s")), ("µs", _micros("candidate_s")),
+    ("speedup", lambda r: _number(r["speedup"], ".3g")), ("MB", lambda r: _number(r["bytes"] / 1e6, ",.2f")),
+    ("of the limit", lambda r: "-" if r["share_of_limit"] is None else f"{r['share_of_limit']:.0%}"), _ERROR_COLUMNS[-1],
+]  # fmt: skip
 
 
 def draw(shared: Row, rows: list[Row], target: Path, note: str = "") -> None:

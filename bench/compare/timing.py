@@ -57,9 +57,7 @@ def replays(graphs: Sequence[torch.cuda.CUDAGraph], repeats: int = REPEATS) -> l
             event.record()
         rounds.append(events)
     torch.cuda.synchronize()
-    return [
-        statistics.median(events[i].elapsed_time(events[i + 1]) / 1e3 for events in rounds[1:]) for i in range(len(graphs))
-    ]
+    return [statistics.median(events[i].elapsed_time(events[i + 1]) / 1e3 for events in rounds[1:]) for i in range(len(graphs))]
 
 
 @torch.inference_mode()

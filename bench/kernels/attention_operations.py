@@ -62,9 +62,7 @@ class Pages:
     def attend(self, q: Tensor, new: int, scale: float) -> Tensor:
         """Attention in eager PyTorch of `new` tokens of each sequence, q [B * new, Nq, D]."""
         count, scales = len(self.tables), (self.scales.get("k_scales"), self.scales.get("v_scales"))
-        return reference.paged_attention(
-            q, self.k, self.v, self.tables, [new] * count, [self.length] * count, scale, *scales
-        )  # fmt: skip
+        return reference.paged_attention(q, self.k, self.v, self.tables, [new] * count, [self.length] * count, scale, *scales)
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
         reference.write_kv(k, self.k, slots, self.scales.get("k_scales"))

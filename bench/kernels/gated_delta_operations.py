@@ -36,9 +36,7 @@ def gated_delta_net(step: Step, decode: bool) -> Problem:
     counts = [1] * T if decode else [T]
     lens, slots = [_BEFORE + 1] * T if decode else [T], list(range(B))
     starts = list(range(T + 1)) if decode else [0, T]
-    sequences = GatedDeltaSequences(
-        *(torch.tensor(x, dtype=torch.int32, device=step.device) for x in (starts, lens, slots))
-    )  # fmt: skip
+    sequences = GatedDeltaSequences(*(torch.tensor(x, dtype=torch.int32, device=step.device) for x in (starts, lens, slots)))
     pdl = decode and capability(step.device) >= 90
 
     def triton() -> Tensor:

@@ -77,21 +77,19 @@ def _columns(rows: list[Row], timed: bool) -> list[Column]:
     """Return the columns of the table, without those that are empty in every row; without times unless `timed`."""
     forms = {name for row in rows for name in row["seconds"]} if timed else set()
     columns: list[Column] = [
-        ("kernel", lambda r: r["kernel"]),
-        ("model", lambda r: f"{r['model']} {r['dtype']}"),
+        ("kernel", lambda r: r["kernel"]), ("model", lambda r: f"{r['model']} {r['dtype']}"),
         ("shape", lambda r: r["shape"] or ""),
         ("tokens", lambda r: f"{r['tokens']:,}" + ("" if r["context"] is None else f" @ {r['context']:,}")),
         ("error / eager's", _errors),
-    ]
+    ]  # fmt: skip
     columns += [(title, partial(_micros, name)) for name, title in FORMS.items() if name in forms]
     columns += [("Triton µs", partial(_micros, "triton"))] if timed else []
     if any(row["limit_s"] for row in rows):
         columns += [
-            ("speedup", _speedup),
-            ("TB/s · TFLOP/s", _rate),
+            ("speedup", _speedup), ("TB/s · TFLOP/s", _rate),
             ("of the limit", lambda r: _text(r["share_of_limit"], lambda v: f"{v:.0%} ({r['bound']})")),
             ("lost µs", lambda r: _text(r["lost_s"], lambda v: f"{v * 1e6:,.1f}")),
-        ]
+        ]  # fmt: skip
     if any(row.get("baseline") for row in rows):
         columns.append(("since the baseline", _since))
     return columns

@@ -104,17 +104,11 @@ def _ends(name: str) -> Column:
 
 _COLUMNS: list[Column] = [
     ("rate", lambda r: shown_rate(r) + (f", {r['max_concurrency']} at once" if r["max_concurrency"] else "")),
-    ("requests/s", lambda r: _number(r["request_throughput"])),
-    ("goodput", lambda r: _number(r["request_goodput"])),
+    ("requests/s", lambda r: _number(r["request_throughput"])), ("goodput", lambda r: _number(r["request_goodput"])),
     ("output t/s", lambda r: _number(r["output_throughput"], 1)),
-    ("total t/s", lambda r: _number(r["total_token_throughput"], 1)),
-    _ends("ttft"),
-    _ends("tpot"),
-    _ends("itl"),
-    _ends("e2el"),
-    ("failed", lambda r: str(r["failed"])),
-    ("client headroom", lambda r: f"{r['client']['headroom']:.0%}"),
-]
+    ("total t/s", lambda r: _number(r["total_token_throughput"], 1)), _ends("ttft"), _ends("tpot"), _ends("itl"), _ends("e2el"),
+    ("failed", lambda r: str(r["failed"])), ("client headroom", lambda r: f"{r['client']['headroom']:.0%}"),
+]  # fmt: skip
 
 
 def draw(shared: Row, rows: list[Row], target: Path) -> None:

@@ -111,8 +111,7 @@ def engines_table(records: Records) -> str:
         _engines_table(records, tuple(points_of(records, "fp8"))), _lacking(records), ties(records), _origin_of(records, ""),
         protocol,
         f"At temperature 0.8 and top-p 0.95, with a seed for each request, minirt yields {sampled:,} output tokens/s offline in "
-        f"FP8.",
-        f"minirt `{first.build}` with two versions of PyTorch on one card ({versions}), from `{IN_PROCESS}`:", shown,
+        f"FP8.", f"minirt `{first.build}` with two versions of PyTorch on one card ({versions}), from `{IN_PROCESS}`:", shown,
     )  # fmt: skip
     return "\n\n".join(parts)
 

@@ -47,10 +47,9 @@ def trace(generator: Generator, batch: int, context: int, sampling: dict) -> dic
             by_kernel[e.name] = by_kernel.get(e.name, 0.0) + e.time_range.elapsed_us() / STEPS
     return {
         "batch": batch, "context": context, "step_ms": round(statistics.median(times) / 1e3, 4),
-        "idle": round(1 - busy / sum(times), 4),
-        "idle_between_steps": round(between / sum(times), 4),
+        "idle": round(1 - busy / sum(times), 4), "idle_between_steps": round(between / sum(times), 4),
         "us_a_step_by_kernel": {n[:60]: round(t, 1) for n, t in sorted(by_kernel.items(), key=lambda i: -i[1])[:12]},
-    }
+    }  # fmt: skip
 
 
 def main() -> None:

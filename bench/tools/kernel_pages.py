@@ -24,10 +24,9 @@ def _row(*cells: str) -> str:
 def functions() -> str:
     """The operations that `minirt.kernels` exports."""
     rows = [
-        _row(f"`{operation.name}`", operation.what, "–" if operation.no_op else "yes")
-        for operation in OPERATIONS.values()
+        _row(f"`{operation.name}`", operation.what, "–" if operation.no_op else "yes") for operation in OPERATIONS.values()
         if operation.name in EXPORTED
-    ]
+    ]  # fmt: skip
     return "\n".join([_row("function", "computes", "op"), _row(*["---"] * 3), *rows])
 
 

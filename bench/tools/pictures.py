@@ -55,9 +55,7 @@ def _step(batch: int, context: int) -> str:
 
 def _bars(title: str, labels: Sequence[str], ours: Sequence[float], theirs: Sequence[float], peer: str, rate: bool) -> Panel:
     """Two bars for each label, and above them how many times as fast the first one is. `rate`: they are rates, not times."""
-    series = [
-        Series("minirt", ours, color="C1", width=0.4, shift=-0.2), Series(peer, theirs, color="C7", width=0.4, shift=0.2)
-    ]  # fmt: skip
+    series = [Series("minirt", ours, color="C1", width=0.4, shift=-0.2), Series(peer, theirs, color="C7", width=0.4, shift=0.2)]
     notes = [(i, max(a, b), f"{a / b if rate else b / a:.2f} ×") for i, (a, b) in enumerate(zip(ours, theirs, strict=True))]
     return Panel(series, title, ticks=labels, notes=notes)
 

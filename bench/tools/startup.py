@@ -33,9 +33,7 @@ def start(began: float, model: str, fp8: bool) -> dict[str, float]:
         next(stream)
         first = time.time() - began
         stream.close()
-        return {
-            "imported_s": imported, "loaded_s": ready - generator.warm_up_time_s, "ready_s": ready, "first_token_s": first
-        }  # fmt: skip
+        return {"imported_s": imported, "loaded_s": ready - generator.warm_up_time_s, "ready_s": ready, "first_token_s": first}
 
 
 def child(words: list[str], cache: str) -> dict[str, float]:

@@ -618,8 +618,7 @@ class Final(NamedTuple):
 _TRAINED, _QUANTIZATION = ("cpu-trained-models",), ROOT / "docs" / "quantization.md"
 _LOADED = "bf16 fp8 w4a16 mixture-bf16 mixture-fp8 mixture-fused-bf16 mixture-fused-fp8"
 FINAL = {
-    "correction": Final(_BOTH_ENGINES, _MODELS, "90f97fe77671d12f"),
-    "trained": Final(_TRAINED, _MODELS, "cdf2259091956508"),
+    "correction": Final(_BOTH_ENGINES, _MODELS, "90f97fe77671d12f"), "trained": Final(_TRAINED, _MODELS, "cdf2259091956508"),
     "ablation": Final(_named("h200-ablation-", "bf16 fp8"), _LAYERS, "6220524d212990cd"),
     "loading": Final(_named("h200-loading-", _LOADED), _SYSTEM, "7dfe8c00e5903bda"),
     "sampling": Final(("h200-sampling-cost",), _SYSTEM, "b1f1a4c0c8b66a56"),
@@ -628,7 +627,7 @@ FINAL = {
     "quality-int4": Final(("cpu-int4-quality",), _QUANTIZATION, "d49cf2221ec12bff"),
     "quality-options": Final(_TRAINED, _QUANTIZATION, "099f6af65975b47a"),
     "quality-formats": Final(("cpu-format-quality",), _QUANTIZATION, "5066abe8a9158538"),
-}
+}  # fmt: skip
 
 
 def pages() -> list[Path]:

@@ -157,14 +157,11 @@ class TuneReport(Report):
 
     def _markdown(self) -> str:
         columns = [
-            ("kernel", lambda r: f"`{r['kernel']}`"),
-            ("bucket", lambda r: r["bucket"]),
+            ("kernel", lambda r: f"`{r['kernel']}`"), ("bucket", lambda r: r["bucket"]),
             ("configuration", lambda r: "the rule's" if r["config"] is None else f"`{r['config']}`"),
-            ("rule's µs", lambda r: f"{r['rule_s'] * 1e6:,.1f}"),
-            ("µs", lambda r: f"{r['best_s'] * 1e6:,.1f}"),
+            ("rule's µs", lambda r: f"{r['rule_s'] * 1e6:,.1f}"), ("µs", lambda r: f"{r['best_s'] * 1e6:,.1f}"),
             ("rule's step, ms", lambda r: "–" if r["rule_step_s"] is None else f"{r['rule_step_s'] * 1e3:.3f}"),
             ("step, ms", lambda r: "–" if r["best_step_s"] is None else f"{r['best_step_s'] * 1e3:.3f}"),
-            ("tried", lambda r: str(r["tried"])),
-            ("failed", lambda r: str(len(r["failed"]))),
-        ]
+            ("tried", lambda r: str(r["tried"])), ("failed", lambda r: str(len(r["failed"]))),
+        ]  # fmt: skip
         return "\n".join([*heading(self.context), *table(columns, self.results, left=3)]) + "\n"

@@ -270,9 +270,7 @@ def _decode_kernel(heads, rope, pages, sequences, results, scores, B, table_widt
             tl.store(results.row_stats + 2 * part + 1, total, mask=stored)
         if not ALL:  # noqa: SIM102 — compile-time. The loop does not run for a skipped item.
             if item + programs < items:
-                next_b, next_length, next_split, next_numbers = find_work_item(
-                    item + programs, sequences, B, table_width, C
-                )
+                next_b, next_length, next_split, next_numbers = find_work_item(item + programs, sequences, B, table_width, C)
         b, length, split, numbers = next_b, next_length, next_split, next_numbers
     if PDL:
         # Every program waits, even one without a work item (`pdl`, rule 2), and triggers after its last reads.

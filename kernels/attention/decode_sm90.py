@@ -268,9 +268,7 @@ def _attend_items(heads, rope, pages, ring, q_tiles, p_tiles, sequences, results
 
 @prepared
 @gluon.jit(do_not_specialize=["B", "table_width"])
-def _decode_sm90_kernel(
-    heads, rope, pages, k_pages, v_pages, sequences, results, scores, B, table_width, C, PDL: gl.constexpr
-):  # fmt: skip
+def _decode_sm90_kernel(heads, rope, pages, k_pages, v_pages, sequences, results, scores, B, table_width, C, PDL: gl.constexpr):
     """Every n-th pair of work item and KV head, for n programs. k_pages, v_pages: descriptors of [P · page_size, NKV · D]."""
     dtype: gl.constexpr = k_pages.dtype
     TILES: gl.constexpr = C.D // CHANNELS

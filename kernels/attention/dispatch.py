@@ -243,8 +243,7 @@ def rope_paged_attention_decode(
 def paged_attention_prefill(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, query_starts: Tensor, seq_lens: Tensor,
     scale: float, out: Tensor | None = None, *, k_scales: Tensor | None = None, v_scales: Tensor | None = None,
-    shortest: int = 1, workspace: Workspace | None = None, max_splits: int = 0, split: int = KV_SPLIT,
-    check: bool = True,
+    shortest: int = 1, workspace: Workspace | None = None, max_splits: int = 0, split: int = KV_SPLIT, check: bool = True,
 ) -> Tensor:  # fmt: skip
     """Causal attention of each sequence's new tokens on all its cached tokens, including the new ones → [T, Nq, D].
 

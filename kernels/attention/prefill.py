@@ -93,9 +93,7 @@ def _prefill_kernel(q_ptr, pages, sequences, results, scores, B, table_width, C)
         table_ptr = sequences.block_tables + b.to(tl.int64) * table_width
         seen_by_all = (context + first_query + 1) // C.BLOCK_N * C.BLOCK_N
         seen_by_any = tl.minimum(context + first_query + QUERIES, limit)
-        _, total, acc = attend_context(
-            q, pages, table_ptr, kv_head, 0, seen_by_all, seen_by_any, limit, row_limit, scores, C
-        )
+        _, total, acc = attend_context(q, pages, table_ptr, kv_head, 0, seen_by_all, seen_by_any, limit, row_limit, scores, C)
         stored = existing(valid[:, None], d, D)
         acc = gate_output(whole(acc) / total[:, None], results, token[:, None], head[:, None], d, stored)
         tl.store(results.out + at, acc.to(results.out.dtype.element_ty), mask=stored)

@@ -111,9 +111,7 @@ def _narrow(x, like):
 
 
 @gluon.jit
-def _next_block(
-    q_tile, k, v, turns, state, step, round, first, row_limit, scores, TEAM: gl.constexpr, MASKED: gl.constexpr
-):
+def _next_block(q_tile, k, v, turns, state, step, round, first, row_limit, scores, TEAM: gl.constexpr, MASKED: gl.constexpr):
     """Add the product of the previous block's probabilities and its V. Compute the probabilities of this block.
 
     `state`: the probabilities p, the row maximum, the total and the sums.

@@ -37,10 +37,9 @@ class WriteRegime(Regime):
 
 
 REGIMES = (
-    WriteRegime("rope_write", "tokens", 1, 16, block_t=1),
-    WriteRegime("rope_write", "tokens", 17, 1024, block_t=8),
+    WriteRegime("rope_write", "tokens", 1, 16, block_t=1), WriteRegime("rope_write", "tokens", 17, 1024, block_t=8),
     WriteRegime("rope_write", "tokens", 1025, block_t=32),
-)
+)  # fmt: skip
 
 
 @prepared

@@ -121,9 +121,7 @@ def _delta_conv_kernel(x_ptr, weights, state, sequences, qkv_ptr, work_ptr, B, x
         inputs, outputs = x_ptr + row.to(tl.int64) * x_stride, qkv_ptr + row.to(tl.int64) * CHANNELS
         if head < 2 * C.HK:
             scale = tl.where(head < C.HK, C.DK**-0.5, 1.0)
-            _convolve_head(
-                inputs, x_stride, ring_ptr, weights.conv, outputs, head * C.DK, first, start, count, scale, C, C.DK
-            )
+            _convolve_head(inputs, x_stride, ring_ptr, weights.conv, outputs, head * C.DK, first, start, count, scale, C, C.DK)
         else:
             channel = 2 * C.HK * C.DK + (head - 2 * C.HK) * C.DV
             _convolve_head(inputs, x_stride, ring_ptr, weights.conv, outputs, channel, first, start, count, None, C, C.DV)
@@ -341,9 +339,7 @@ def chunk(a: GatedDeltaInput) -> None:
     _delta_conv_kernel[(2 * Hk + Hv, chunks)](
         x, a.weights, a.state, a.sequences, qkv, work, B, x_stride, C, num_warps=4, enable_fp_fusion=False
     )
-    _delta_prepare_kernel[(Hv, chunks)](
-        qkv, a.ba, a.weights, work, u, w, p, decay, ba_stride, C, num_warps=8 if wide else 4
-    )
+    _delta_prepare_kernel[(Hv, chunks)](qkv, a.ba, a.weights, work, u, w, p, decay, ba_stride, C, num_warps=8 if wide else 4)
     _delta_state_kernel[(Dv // C.BLOCK_V, Hv, prompts)](
         x, qkv, u, w, p, decay, a.state, a.sequences, work, a.out, x_stride, C,
         num_warps=config.num_warps, num_stages=config.num_stages,

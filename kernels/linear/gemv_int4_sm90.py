@@ -135,9 +135,7 @@ def _read(at, OFFSET: gl.constexpr):
 
 @gluon.jit
 def _read_word(at, OFFSET: gl.constexpr):
-    return gl.inline_asm_elementwise(
-        f"ld.shared.b32 $0, [$1 + {OFFSET}];", "=r,r", [at], dtype=gl.int32, is_pure=False, pack=1
-    )
+    return gl.inline_asm_elementwise(f"ld.shared.b32 $0, [$1 + {OFFSET}];", "=r,r", [at], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -63,11 +63,9 @@ def _unpack(w, words, DTYPE: tl.constexpr, ASM: tl.constexpr):
     else:
         z = zero_point(words)[:, None]
         return (
-            ((w & 15).to(tl.float32) - z).to(DTYPE),
-            (((w >> 4) & 15).to(tl.float32) - z).to(DTYPE),
-            (((w >> 8) & 15).to(tl.float32) - z).to(DTYPE),
-            (((w >> 12) & 15).to(tl.float32) - z).to(DTYPE),
-        )
+            ((w & 15).to(tl.float32) - z).to(DTYPE), (((w >> 4) & 15).to(tl.float32) - z).to(DTYPE),
+            (((w >> 8) & 15).to(tl.float32) - z).to(DTYPE), (((w >> 12) & 15).to(tl.float32) - z).to(DTYPE),
+        )  # fmt: skip
 
 
 @triton.jit
@@ -309,6 +307,4 @@ def gemm_unpacked(product: Product, launch: Callable[[Product], None]) -> None:
     launch(product._replace(weight=wide, epilogue=ep._replace(scale=None)))
 
 
-FAMILY = Family(
-    "gemm_int4", Int4Config, (__file__,), ("T", "N", "K", "itemsize", "gated"), rule, candidates, token_block
-)
+FAMILY = Family("gemm_int4", Int4Config, (__file__,), ("T", "N", "K", "itemsize", "gated"), rule, candidates, token_block)

@@ -156,8 +156,7 @@ def mixture_residual(
     h: Tensor, logits: Tensor | LogitParts, gate_up: Tensor, down: Tensor, residual: Tensor, top_k: int,
     normalize: bool, activation: str, *, norm_weight: Tensor | None = None, eps: float = 0.0,
     gate_up_scale: Tensor | None = None, down_scale: Tensor | None = None,
-    shared: SharedExpert | SharedOutput | None = None, side: SideStream | None = None, pdl: bool = False,
-    check: bool = True,
+    shared: SharedExpert | SharedOutput | None = None, side: SideStream | None = None, pdl: bool = False, check: bool = True,
 ) -> Tensor:  # fmt: skip
     """residual + Σ_j w_j · expert_j(h) + sigmoid(gate) · shared → [T, H]: `mixture` of separate operands.
 

@@ -267,9 +267,7 @@ def rule(facts: ProductFacts, gpu: Gpu) -> FewTokensInt4Config:
     return FewTokensInt4Config(rows, warps, 16 // rows)
 
 
-FAMILY = Family(
-    "experts_few_tokens_int4", FewTokensInt4Config, (__file__,), ("E", "k", "N", "K", "itemsize", "gated"), rule
-)  # fmt: skip
+FAMILY = Family("experts_few_tokens_int4", FewTokensInt4Config, (__file__,), ("E", "k", "N", "K", "itemsize", "gated"), rule)
 
 
 def suits(m: Mixture) -> bool:

@@ -20,10 +20,7 @@ from minirt.kernels.pdl import wait_for_input
 from minirt.kernels.prepared import compile_time, prepared
 from minirt.kernels.regimes import up_to
 
-CASES = [
-    {"T": 2, "E": 5, "H": 40}, {"T": 17, "E": 60, "H": 97}, {"T": 33, "E": 130, "H": 528},
-    {"T": 70, "E": 128, "H": 264},
-]  # fmt: skip
+CASES = [{"T": 2, "E": 5, "H": 40}, {"T": 17, "E": 60, "H": 97}, {"T": 33, "E": 130, "H": 528}, {"T": 70, "E": 128, "H": 264}]
 
 _EARLY = 128  # the most tokens with which `route` may start before this kernel has its input
 

@@ -28,9 +28,7 @@ def _token_logit(logits_ptr, tokens_ptr, b, V):
 
 @prepared
 @triton.jit
-def _parts_kernel(
-    logits_ptr, tokens_ptr, wanted_ptr, maxima_ptr, sums_ptr, larger_ptr, candidates_ptr, V, BLOCK: tl.constexpr
-):  # fmt: skip
+def _parts_kernel(logits_ptr, tokens_ptr, wanted_ptr, maxima_ptr, sums_ptr, larger_ptr, candidates_ptr, V, BLOCK: tl.constexpr):
     """Stores what the second kernel needs of one block of a row: its largest logits are packed with their indices."""
     b, at = tl.program_id(1), tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     count = tl.load(wanted_ptr + b)

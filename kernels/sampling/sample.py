@@ -136,9 +136,7 @@ def _race_block(logits_ptr, rows, w, b, V, temperature, seed, step, FILTERED: tl
 
 
 @triton.jit
-def _exact_winner(
-    logits_ptr, rows, w, b, block, V, top, temperature, seed, step, FILTERED: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def _exact_winner(logits_ptr, rows, w, b, block, V, top, temperature, seed, step, FILTERED: tl.constexpr, BLOCK: tl.constexpr):
     """The largest weight / E of a block, packed with its token."""
     winner = tl.zeros((), tl.int64)
     # By parts: with all tokens at once, each program would need so many registers that few run at a time.

@@ -50,8 +50,6 @@ def draft_input(
     if T:
         block = next_power_of_2(H)
         warps = min(16, max(1, block // 512))
-        _draft_input_kernel[(T, 2)](
-            tokens, table, hidden, token_norm, hidden_norm, out, H, eps, BLOCK_H=block, num_warps=warps
-        )
+        _draft_input_kernel[(T, 2)](tokens, table, hidden, token_norm, hidden_norm, out, H, eps, BLOCK_H=block, num_warps=warps)
     return out
 

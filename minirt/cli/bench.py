@@ -138,9 +138,8 @@ def speed(
 @_run_options
 @click.pass_context
 def throughput(
-    ctx: click.Context, num_prompts: int, input_len_range: tuple[int, int], output_len_range: tuple[int, int],
-    **options: Any,
-) -> None:
+    ctx: click.Context, num_prompts: int, input_len_range: tuple[int, int], output_len_range: tuple[int, int], **options: Any,
+) -> None:  # fmt: skip
     """Run prompts of random lengths, uniform in the ranges, through the engine at once: requests and tokens per second, and the
     time from the call to the last token of all, as average and percentiles over the repeats.
 

@@ -30,8 +30,7 @@ class _Options:
     context_len: Any = setting("Attention: cached tokens; several: 128,8000.", option="--context-len -c", kind=NUMBERS)
     repeats: int | None = setting("Timed launches of each implementation. Default: 20; on a CPU 1.", kind=COUNT)
     compiled: bool | None = setting("Time torch.compile too. Default: on a GPU.", option="--compile/--no-compile")
-    baseline: str | None = setting(
-        "JSON of an older run: compare with it, and fail if a kernel is slower now.", metavar="FILE")
+    baseline: str | None = setting("JSON of an older run: compare with it, and fail if a kernel is slower now.", metavar="FILE")
     pictures: str | None = setting("Draw roofline.svg (on a GPU) and sweep.svg there.", metavar="FOLDER", group="Output")
     listing: bool = setting("List the kernels, and measure nothing.", False, option="--list", group="Output")
 

@@ -94,9 +94,7 @@ def compare(ctx: click.Context, layer: str | None, everything: bool, **options: 
         text_len = 0 if layer is not None else lengths["num_tokens"]
         shape = benchmark.Shape(lengths["prompt_len"], options["batch_size"], lengths["context_len"], text_len)
         tokens = _tokens(generator, text, max(shape.prompt_len, shape.context_len, text_len))
-        result = benchmark.run(
-            model, tokens, shape, impl=options["impl"], layer=layer, ceiling=ceiling, progress=progress
-        )  # fmt: skip
+        result = benchmark.run(model, tokens, shape, impl=options["impl"], layer=layer, ceiling=ceiling, progress=progress)
         correctness = {"checked": True, "against": "the eager layers in fp64 on the same activations and pages"}
         about = context("compare", generator, name=name, command=words_of(ctx), correctness=correctness, ceiling=ceiling)
     printed = report(about, result, cuda)

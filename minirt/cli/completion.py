@@ -11,13 +11,10 @@ from minirt.cli.gpus import GPU_NAMES
 _LAYERS = ("embedding", "layers.*.attention", "layers.*.mlp", "layers.0.attention", "layers.0.mlp", "select", "head")
 _IMPLEMENTATIONS = ("auto", "eager", "triton")
 _VALUES: dict[str, tuple[str, ...]] = {
-    "--device": ("auto", "cpu", "cuda"),
-    "--dtype": ("auto", "bfloat16", "float16", "float32"),
-    "--gpu": GPU_NAMES,
+    "--device": ("auto", "cpu", "cuda"), "--dtype": ("auto", "bfloat16", "float16", "float32"), "--gpu": GPU_NAMES,
     "--impl": (*_IMPLEMENTATIONS, *(f"{layer}={name}" for layer in _LAYERS for name in _IMPLEMENTATIONS)),
-    "--kv-cache-dtype": ("auto", "fp8"),
-    "--layer": _LAYERS,
-}
+    "--kv-cache-dtype": ("auto", "fp8"), "--layer": _LAYERS,
+}  # fmt: skip
 
 
 def attach(command: click.Command) -> None:

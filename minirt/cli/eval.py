@@ -30,11 +30,10 @@ def evaluate() -> None:
 @evaluate.command("perplexity", short_help="Measure how well the model predicts a text.")
 @shared.load_options
 @option_group(
-    "Measurement",
-    click.option("--text", "file", required=True, metavar="FILE", help="UTF-8 text to score; - is stdin."),
+    "Measurement", click.option("--text", "file", required=True, metavar="FILE", help="UTF-8 text to score; - is stdin."),
     click.option("--max-length", type=int, help="Tokens in a window. Default: 2048, or the model's context, if shorter."),
     click.option("--stride", type=int, help="Tokens from one window to the next. Default: half a window."),
-)
+)  # fmt: skip
 @shared.text_format_option
 @shared.general_options
 def perplexity_command(
@@ -74,10 +73,8 @@ def perplexity_command(
 
 @evaluate.command("fp8", short_help="Print the error of FP8 rounding in each linear layer.")
 @option_group(
-    "Model",
-    shared.model_option,
-    *(option_of(LoadOptions, name, "Model") for name in ("revision", "device", "dtype")),
-)
+    "Model", shared.model_option, *(option_of(LoadOptions, name, "Model") for name in ("revision", "device", "dtype")),
+)  # fmt: skip
 @option_group(
     "Measurement",
     click.option("--text", "file", required=True, metavar="FILE", help="UTF-8 text to take activations from; - is stdin."),

@@ -86,9 +86,7 @@ def generate_many(
         raise type(error)(what, where=place, expected=error.expected, found=error.found, hint=error.hint)
 
 
-def _run(
-    generator: "Generator", requests: "Sequence[PromptLine]", inputs: list[list[int]], results: "_Results"
-) -> None:
+def _run(generator: "Generator", requests: "Sequence[PromptLine]", inputs: list[list[int]], results: "_Results") -> None:
     running = generator.completions(inputs, [request.params for request in requests])
     pairs = zip(requests, running.all, strict=True)
     results.rows = [(request, completion) for request, result in pairs for completion in result.outputs]

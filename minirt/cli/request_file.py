@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 
 SAMPLING_KEYS = tuple(field.name for field in fields(SamplingParams))
 _KINDS: dict[str, tuple[type, str]] = {
-    "prompt": (str, "a text"),
-    "messages": (list, "a list of messages"),
-    "prompt_token_ids": (list, "a list of token ids"),
-}
+    "prompt": (str, "a text"), "messages": (list, "a list of messages"), "prompt_token_ids": (list, "a list of token ids"),
+}  # fmt: skip
 
 _CONVERT = 'write {"prompt": "a text"} for each prompt; "From CSV to JSON lines" in docs/python-api.md converts a table'
 

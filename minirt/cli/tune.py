@@ -46,9 +46,7 @@ class _Options:
 @options_of(_Options, "", title="Measurement")
 @report_options
 @click.pass_context
-def tune(
-    ctx: click.Context, tokens: tuple[int, ...], kernel: str | None, no_steps: bool, show: bool, **options: Any
-) -> None:
+def tune(ctx: click.Context, tokens: tuple[int, ...], kernel: str | None, no_steps: bool, show: bool, **options: Any) -> None:
     """Measure launch configurations of the linear layers' kernels on this GPU, and store those that beat the built-in rules.
 
     Chains of one kernel pick the finalists. Whole steps of the model, with random weights, pick the winner; it is chosen on one

@@ -479,9 +479,7 @@ class PinnedBuffers:
 
 
 @torch.inference_mode()
-def _read(
-    group: Sequence[_Piece], place: Callable[[_Piece, torch.Tensor], None], buffers: PinnedBuffers | None = None
-) -> int:
+def _read(group: Sequence[_Piece], place: Callable[[_Piece, torch.Tensor], None], buffers: PinnedBuffers | None = None) -> int:
     """Read a part of a file into this thread's buffer, or map it, and call `place` with each piece. Returns the number of bytes.
 
     The header is not read again: with thousands of tensors, safetensors takes milliseconds for it.

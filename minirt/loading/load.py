@@ -115,9 +115,7 @@ def _similar_presets(name: str) -> list[str]:
     return begun[:3] or [names[lower] for lower in get_close_matches(name.lower(), names, n=3, cutoff=0.75)]
 
 
-def build(
-    options: LoadOptions, source: Source, entries: Mapping[str, Entry] | None, device: torch.device | AbsentGPU
-) -> Model:
+def build(options: LoadOptions, source: Source, entries: Mapping[str, Entry] | None, device: torch.device | AbsentGPU) -> Model:
     """The model without weights: its layers, how the checkpoint stores their experts, and the formats of their linears."""
     config, speculative = source.config, options.speculative
     if isinstance(speculative, SpeculativeOptions) and speculative.has_draft_model:

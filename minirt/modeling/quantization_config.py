@@ -21,14 +21,11 @@ LOAD_UNQUANTIZED = "load the unquantized checkpoint; minirt quantizes while load
 _PLANNED = f"planned; until then, {LOAD_UNQUANTIZED}"
 # Methods that are refused, with the hint.
 _REFUSED = {
-    **dict.fromkeys(("mxfp4", "modelopt_fp4"), _PLANNED),
-    "bitsandbytes": f"bitsandbytes is not planned; {LOAD_UNQUANTIZED}",
+    **dict.fromkeys(("mxfp4", "modelopt_fp4"), _PLANNED), "bitsandbytes": f"bitsandbytes is not planned; {LOAD_UNQUANTIZED}",
     "gguf": f"GGUF is not planned; {LOAD_UNQUANTIZED}",
-}
-# ModelOpt's names of what the weights are.
-_ALGORITHMS = {
-    "FP8": "tensor", "FP8_PER_CHANNEL_PER_TOKEN": "channel", "FP8_PB_WO": "block", "FP8_BLOCK_SCALES": "block",
 }  # fmt: skip
+# ModelOpt's names of what the weights are.
+_ALGORITHMS = {"FP8": "tensor", "FP8_PER_CHANNEL_PER_TOKEN": "channel", "FP8_PB_WO": "block", "FP8_BLOCK_SCALES": "block"}
 _MAX_PATTERNS = 256  # of one list; each is tried on every linear
 
 
@@ -222,11 +219,10 @@ def read_quantization(config: Fields, hf_quant_config: Fields | None = None) -> 
 
 # What these settings of quantization would add to a model, in any method.
 _CHANGES = {
-    "adapter": "adapters (EoRA)",
-    "rotation": "rotations of weights",
+    "adapter": "adapters (EoRA)", "rotation": "rotations of weights",
     "transform_config": "transforms of weights (Hadamard rotations)",
     "rotation_config": "transforms of weights (Hadamard rotations)",
-}
+}  # fmt: skip
 
 
 def _warn_of_the_cache(fields: Fields, name: str) -> None:

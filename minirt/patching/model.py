@@ -17,14 +17,11 @@ from minirt.patching.weights import SCALE, is_changed, quantize, quantize_loaded
 _LEFT_ALONE = {
     "Linear": "one product with nothing to fuse: nothing to gain",
     "TopKRouter": "the logits of the experts, which transformers can return",
-    "RotaryEmbedding": "computes cos and sin once for all layers",
-    "Embedding": "one lookup for each token: nothing to gain",
-}
+    "RotaryEmbedding": "computes cos and sin once for all layers", "Embedding": "one lookup for each token: nothing to gain",
+}  # fmt: skip
 
 
-def patch(
-    model: nn.Module, fp8: bool = False, keep_original: bool = False, parts: Sequence[str] = PARTS
-) -> PatchTable:
+def patch(model: nn.Module, fp8: bool = False, keep_original: bool = False, parts: Sequence[str] = PARTS) -> PatchTable:
     """Compute a model of transformers with minirt's kernels, in place: norms, attention's projections and rope, and MLPs.
 
     Inference only. Parameters stay the same objects with the same names. Weights that one kernel multiplies (q, k and v; gate and

@@ -317,10 +317,9 @@ RULES = (
     Rule("DecoderLayer", "norms", _LAYER_ARGUMENTS, _layer, forwards.decoder_layer),
 )  # fmt: skip
 _CLASSES = {
-    f"transformers.models.{folder}.modeling_{folder}.{prefix}{rule.kind}": rule
-    for folder, prefix in FAMILIES.items()
+    f"transformers.models.{folder}.modeling_{folder}.{prefix}{rule.kind}": rule for folder, prefix in FAMILIES.items()
     for rule in RULES
-}
+}  # fmt: skip
 
 
 def _watched(module: nn.Module, *names: str) -> tuple[tuple[nn.Module, str], ...]:

@@ -29,23 +29,19 @@ _ERROR = "Error: "  # before the result of a tool that has failed: chat template
 
 # Fields of blocks that are used, or that are about Anthropic's service.
 _BLOCK_FIELDS = {
-    "text": {"text", "citations"},
-    "tool_use": {"id", "name", "input", "caller", "toolset_name"},
-    "tool_result": {"tool_use_id", "content", "is_error", "toolset_name"},
-    "thinking": {"thinking", "signature"},
+    "text": {"text", "citations"}, "tool_use": {"id", "name", "input", "caller", "toolset_name"},
+    "tool_result": {"tool_use_id", "content", "is_error", "toolset_name"}, "thinking": {"thinking", "signature"},
     "redacted_thinking": {"data"},
-}
+}  # fmt: skip
 _TOOL_FIELDS = {"name", "description", "input_schema", "type", "cache_control"}
 _THINKING = {"enabled": True, "disabled": False, "adaptive": None, "between_tools": None}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _REFUSED = {
-    **NO_CHOICES,
-    "container": "there are no containers and no skills",
+    **NO_CHOICES, "container": "there are no containers and no skills",
     "mcp_servers": "the server does not connect to others: run the tools in the client",
-    "response_format": "is named output_config.format here",
-    "reasoning_effort": "is named output_config.effort here",
+    "response_format": "is named output_config.format here", "reasoning_effort": "is named output_config.effort here",
     "parallel_tool_calls": "is named tool_choice.disable_parallel_tool_use here",
-}
+}  # fmt: skip
 
 
 Body = TypeVar("Body", bound="CountTokensRequest")

@@ -20,11 +20,10 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 _CHOICE_BYTES = 50  # of a body that take as long to read as the request of one more choice takes to make
 _CHATS = "is for chats"
 _REFUSED = {
-    **REFUSED,
-    "top_logprobs": "is named logprobs here",
+    **REFUSED, "top_logprobs": "is named logprobs here",
     **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "chat_template_kwargs"), _CHATS),
     **dict.fromkeys(("continue_final_message", "add_generation_prompt"), _CHATS),
-}
+}  # fmt: skip
 
 
 class CompletionRequest(SamplingRequest, kw_only=True):

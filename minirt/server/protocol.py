@@ -92,27 +92,21 @@ _GUIDED = "is not supported under this name: use response_format or structured_o
 Refused = Mapping[str, str]
 # Known fields that are not supported → why.
 REFUSED: Refused = {
-    "chat_template": _NO_TEMPLATE,
-    "documents": "documents are not supported",
-    "suffix": "text between two texts is not supported",
-    "best_of": "is not supported: n asks for several answers",
+    "chat_template": _NO_TEMPLATE, "documents": "documents are not supported",
+    "suffix": "text between two texts is not supported", "best_of": "is not supported: n asks for several answers",
     **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), "is named max_tokens here"),
     "stop_sequences": "is named stop here",
     **dict.fromkeys(("use_beam_search", "length_penalty", "early_stopping"), "beam search is not supported"),
-    "logits_processors": "code from requests is not run",
-    "mm_processor_kwargs": "the models read text only",
+    "logits_processors": "code from requests is not run", "mm_processor_kwargs": "the models read text only",
     "spaces_between_special_tokens": "only true is supported",
-    **dict.fromkeys(("audio", "modalities"), "the models write text only"),
-    "prediction": "predicted outputs are not supported",
-    "moderation": "there is no moderation",
-    "functions": "is replaced by tools",
-    "function_call": "is replaced by tool_choice",
+    **dict.fromkeys(("audio", "modalities"), "the models write text only"), "prediction": "predicted outputs are not supported",
+    "moderation": "there is no moderation", "functions": "is replaced by tools", "function_call": "is replaced by tool_choice",
     "web_search_options": "there is no web search",
     **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), "token ids are not returned"),
     "return_hidden_states": "hidden states are not returned",
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend"), _GUIDED),
     "guided_whitespace_pattern": _GUIDED,
-}
+}  # fmt: skip
 NO_LOGPROBS = "there are no log-probabilities here: use /v1/chat/completions"
 NO_CHOICES: Refused = {  # by the APIs whose answers have no choices
     **REFUSED, **dict.fromkeys(("n", "best_of"), "there is one answer"),
@@ -126,14 +120,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("return_hidden_states", "background", "continue_final_message", "echo", "logprobs"), (False,)),
     **dict.fromkeys(("parallel_tool_calls", "add_generation_prompt"), (True, False)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
-    **dict.fromkeys(("n", "best_of", "length_penalty"), (1,)),
-    "spaces_between_special_tokens": (True,),
-    "suffix": ("",),
-    "modalities": (["text"], []),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
-    "reasoning_effort": ("none",),
-}
+    **dict.fromkeys(("n", "best_of", "length_penalty"), (1,)), "spaces_between_special_tokens": (True,), "suffix": ("",),
+    "modalities": (["text"], []), "top_logprobs": (0,), "truncation": ("disabled",), "reasoning_effort": ("none",),
+}  # fmt: skip
 _FREE = (Any, list[Any], dict[str, Any])  # types of fields that may be nested at will
 _PROMPTS = ("prompt", "input")  # are checked as what they are
 _LIMITS = {"max_tokens", "max_completion_tokens", "max_output_tokens"}

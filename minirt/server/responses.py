@@ -42,17 +42,14 @@ class ResponsesRequest(Common, kw_only=True):
 
 _STATELESS = "answers are not stored: send the whole conversation in input"
 _REFUSED = {
-    **NO_CHOICES,
-    **dict.fromkeys(("previous_response_id", "conversation"), _STATELESS),
+    **NO_CHOICES, **dict.fromkeys(("previous_response_id", "conversation"), _STATELESS),
     "background": "answers are not stored, so none can be asked for later",
     "prompt": "stored prompts are not supported: use input",
-    **dict.fromkeys(("truncation", "context_management"), "a conversation is not shortened"),
-    "messages": "is named input here",
+    **dict.fromkeys(("truncation", "context_management"), "a conversation is not shortened"), "messages": "is named input here",
     **dict.fromkeys(("max_tokens", "max_completion_tokens"), "is named max_output_tokens here"),
-    "response_format": "is named text.format here",
-    "reasoning_effort": "is named reasoning.effort here",
+    "response_format": "is named text.format here", "reasoning_effort": "is named reasoning.effort here",
     "verbosity": "is named text.verbosity here",
-}
+}  # fmt: skip
 # Outputs that `include` asks for. They belong to tools that are not there, or are always part of an answer, or are missing.
 _INCLUDE = (
     "reasoning.encrypted_content", "message.input_image.image_url", "file_search_call.results", "web_search_call.results",

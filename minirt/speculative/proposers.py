@@ -54,9 +54,7 @@ class NgramProposer:
 
         It needs no `batch`, and all drafts take the time of one.
         """
-        _propose(table.device)(
-            table, columns, rows, most=self.max_drafts, shortest=self._shortest, longest=self._longest
-        )
+        _propose(table.device)(table, columns, rows, most=self.max_drafts, shortest=self._shortest, longest=self._longest)
 
 
 @cache

@@ -141,8 +141,7 @@ class Batch:
         if self.device == device:
             return self
         moved: dict[str, Any] = {
-            field.name: value.to(device)
-            for field in fields(self)
+            field.name: value.to(device) for field in fields(self)
             if field.name not in ("logits", "taps", "hidden") and isinstance(value := getattr(self, field.name), Tensor)
-        }
+        }  # fmt: skip
         return replace(self, **moved)

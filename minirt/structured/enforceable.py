@@ -57,12 +57,10 @@ _LABEL = "[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
 _ATOM = r"[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]+"
 # Formats for which llguidance accepts other texts, too: patterns that must all match, and the maximum length.
 _PATTERNS: dict[str, tuple[tuple[str, ...], int | None]] = {
-    "date": ((f"^{_DATE}$",), None),
-    "time": ((f"^{_TIME}$",), None),
-    "date-time": ((f"^{_DATE}T{_TIME}$",), None),
+    "date": ((f"^{_DATE}$",), None), "time": ((f"^{_TIME}$",), None), "date-time": ((f"^{_DATE}T{_TIME}$",), None),
     "hostname": ((rf"^{_LABEL}(?:\.{_LABEL})*$",), 253),
     "email": ((rf"^{_ATOM}(?:\.{_ATOM})*@{_LABEL}(?:\.{_LABEL})*$", "^[^@]{1,64}@"), 254),
-}
+}  # fmt: skip
 
 
 def _state_format(schema: dict[str, Any]) -> None:

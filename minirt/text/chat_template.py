@@ -192,9 +192,7 @@ def _check_json(name: str, value: Any) -> None:
         raise InputError("not a JSON value", where=name, found=shortened(error, 80)) from error
 
 
-def _stated(
-    folder: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]
-) -> list[dict[str, _Template]]:
+def _stated(folder: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> list[dict[str, _Template]]:
     """The templates, by name, of each place that may have some, in the order of precedence."""
     paths = {name: folder / "additional_chat_templates" / f"{name}.jinja" for name in _NAMES}
     if not present(paths["default"]):

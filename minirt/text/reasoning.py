@@ -21,9 +21,7 @@ class ReasoningParser(StatefulParser):
         ends: beginnings of content that also end a block, for models that leave out its closing marker.
     """
 
-    def __init__(
-        self, inside: bool = False, opening: str = OPEN, closing: str = CLOSE, ends: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, inside: bool = False, opening: str = OPEN, closing: str = CLOSE, ends: Sequence[str] = ()) -> None:
         super().__init__()
         self._inside, self._opening, self._closing, self._ends = inside, opening, closing, (closing, *ends)
         self._trimmer = Trimmer()

@@ -519,12 +519,10 @@ _HERMES = _JsonFormat(opens=_TAGS[:1], ends=_TAGS[1:])  # a tag may have several
 _LLAMA3 = _JsonFormat(opens=(_PYTHON,), begins=("{", _PYTHON), follows=("{", _PYTHON), skipped=";,", checks_names=True)
 _QWEN3_CODER = Format(Qwen3CoderParser, _TAGS, ("<tool_call>\n<function=", "<tool_call><function="))
 FORMATS = {
-    "hermes": Format(partial(_JsonCallParser, _HERMES), _TAGS),
-    "qwen3_coder": _QWEN3_CODER,
-    "qwen3_xml": _QWEN3_CODER,
+    "hermes": Format(partial(_JsonCallParser, _HERMES), _TAGS), "qwen3_coder": _QWEN3_CODER, "qwen3_xml": _QWEN3_CODER,
     "llama3_json": Format(partial(_JsonCallParser, _LLAMA3), (_PYTHON,)),
     "mistral": Format(MistralParser, ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")),
-}
+}  # fmt: skip
 # Signs of formats that no parser here reads, though they share markers with one: GLM 4.5, Hunyuan, Seed-OSS, Functionary.
 _OTHER_FORMATS = ("<arg_key>", "<tool_calls>", ":tool_call>", "<|recipient|>", ">>>")
 

@@ -33,10 +33,9 @@ def main() -> None:
     print(json.dumps(figures["parity"], indent=1), flush=True)
     samples, stories = sample(folder, options.device, options.count)
     figures["stories"] = {
-        "embedded": describe(stories),
-        "training set": describe(training_stories(options.stories, options.count)),
+        "embedded": describe(stories), "training set": describe(training_stories(options.stories, options.count)),
         "SmolLM2-135M-Instruct": describe(free_stories(options.stories, options.count)),
-    }
+    }  # fmt: skip
     print(json.dumps(figures["stories"], indent=1), flush=True)
     (options.out / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
     curve = json.loads((options.out / "curve.json").read_text())
@@ -122,12 +121,11 @@ def describe(stories: list[tuple[str, bool]]) -> dict[str, float]:
     parts = [clean.split_words(text)[:STORY_WORDS] for text, _ in stories]
     trigrams = [t for p in parts for t in zip(p, p[1:], p[2:], strict=False)]
     return {
-        "stories": len(stories),
-        "ended by themselves": sum(ended for _, ended in stories) / len(stories),
+        "stories": len(stories), "ended by themselves": sum(ended for _, ended in stories) / len(stories),
         "mean words": sum(len(clean.split_words(text)) for text, _ in stories) / len(stories),
         "distinct trigrams": len(set(trigrams)) / len(trigrams),
         "repeated trigrams in a story": sum(map(clean.repeated_trigrams, parts)) / len(parts),
-    }
+    }  # fmt: skip
 
 
 def card(curve: dict[str, Any], figures: dict[str, Any], samples: list[str]) -> str:

@@ -70,9 +70,7 @@ class Writer:
         from minirt import SamplingParams
 
         self.next_seed += 1
-        return SamplingParams(
-            temperature=TEMPERATURE, top_p=TOP_P, seed=self.next_seed, max_tokens=max_tokens, stop=stop
-        )
+        return SamplingParams(temperature=TEMPERATURE, top_p=TOP_P, seed=self.next_seed, max_tokens=max_tokens, stop=stop)
 
     def _generate(self, prompts: list[list[int]], settings: list[Any]) -> list[Any]:
         if not prompts:
@@ -125,9 +123,8 @@ def _report(process: int, writer: Writer, stories: int, words: int, seconds: flo
     print(
         f"process {process}: {seconds:.0f} s, {stories} stories of {words / max(stories, 1):.0f} words, "
         f"{writer.tokens / seconds:,.0f} tokens/s sampled, {writer.prompt_tokens / seconds:,.0f} tokens/s of prompts, "
-        f"{writer.accepted / max(writer.tried, 1):.1%} of {writer.tried} sentences accepted",
-        flush=True,
-    )
+        f"{writer.accepted / max(writer.tried, 1):.1%} of {writer.tried} sentences accepted", flush=True,
+    )  # fmt: skip
 
 
 def main() -> None:

@@ -213,9 +213,7 @@ def test_a_limit_of_arithmetic():
     machine.config = QWEN
     (row,) = result(machine, batch_sizes=(3,), rate=1e9)
     linears = 28 * (4608 * 3584 + 3584 * 3584 + 3 * 18944 * 3584) + 152064 * 3584
-    assert row["limit_s"] == pytest.approx(
-        3 * 2 * linears / 1e9 + (row["kv_bytes_read"] + 3 * 700_000) / 2e9, rel=1e-12
-    )
+    assert row["limit_s"] == pytest.approx(3 * 2 * linears / 1e9 + (row["kv_bytes_read"] + 3 * 700_000) / 2e9, rel=1e-12)
     assert row["share_of_limit"] == pytest.approx(row["limit_s"] / row["step_s"]["median"], rel=1e-12)
 
 

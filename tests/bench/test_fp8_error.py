@@ -108,8 +108,7 @@ def test_experts_are_refused_by_name(hf_folder):
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_hidden_layers": 1}
     folder = hf_folder("Qwen3Moe", **sizes)
     with (
-        opened(folder) as one,
-        opened(folder, quantization="fp8") as other,
+        opened(folder) as one, opened(folder, quantization="fp8") as other,
         pytest.raises(UnsupportedError, match=r"^layers\.0\.moe\.gate_up: the FP8 error of experts"),
-    ):
+    ):  # fmt: skip
         format_errors(one.model, other.model, TOKENS)

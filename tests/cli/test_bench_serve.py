@@ -175,9 +175,7 @@ def test_a_server_that_ends_midway_leaves_a_report(run, tmp_path) -> None:
 
 @pytest.mark.parametrize(("reply", "message"), [
     (answer({"detail": "Not Found"}, "404 Not Found"), "HTTP 404 Not Found: Not Found"),
-    (answer(b"<html>", kind="text/html"), "not JSON"),
-    (answer({"data": []}), "names no model"),
-    (answer([]), "names no model"),
+    (answer(b"<html>", kind="text/html"), "not JSON"), (answer({"data": []}), "names no model"), (answer([]), "names no model"),
     (b"+OK\r\n", "the answer is not HTTP"),
 ])  # fmt: skip
 def test_what_is_no_such_server(run, reply, message) -> None:
@@ -259,10 +257,9 @@ def test_it_imports_no_pytorch() -> None:
     with FakeServer() as server:
         script = (
             "import sys; from minirt.cli.app import main\n"
-            f"try: main(['bench', 'serve', '--base-url', {server.url!r}, '-n', '2', '-q'])\n"
-            "except SystemExit: pass\n"
+            f"try: main(['bench', 'serve', '--base-url', {server.url!r}, '-n', '2', '-q'])\n" "except SystemExit: pass\n"
             "print([m for m in ('torch', 'triton', 'tokenizers', 'numpy') if m in sys.modules], file=sys.stderr)"
-        )
+        )  # fmt: skip
         done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True)
     assert done.stderr.splitlines()[-1] == "[]"
     assert "Successful requests:                     2" in done.stdout

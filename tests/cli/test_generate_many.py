@@ -52,23 +52,17 @@ def file(tmp_path):
 
 CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
 LINES = (
-    "hello",
-    b"  ",
-    {"prompt": "the fox\n", "max_tokens": 2, "id": "ß"},
-    {"messages": CHAT, "id": 7},
+    "hello", b"  ", {"prompt": "the fox\n", "max_tokens": 2, "id": "ß"}, {"messages": CHAT, "id": 7},
     {"prompt_token_ids": [5, 6, 7], "temperature": 0.9, "top_k": 20, "seed": 11, "max_tokens": 7},
     {"prompt": "hello", "min_p": 0.2, "top_p": 0.9, "seed": 5, "id": None},
-    {"prompt": "x", "ignore_eos": False, "max_tokens": 1},
-    b"",
-)
+    {"prompt": "x", "ignore_eos": False, "max_tokens": 1}, b"",
+)  # fmt: skip
 ANSWERS = (
-    ("hello", {"max_tokens": 12, "ignore_eos": True}),
-    ("the fox\n", {"max_tokens": 2, "ignore_eos": True}),
+    ("hello", {"max_tokens": 12, "ignore_eos": True}), ("the fox\n", {"max_tokens": 2, "ignore_eos": True}),
     (CHAT, {"max_tokens": 12, "ignore_eos": True}),
     ([5, 6, 7], {"max_tokens": 7, "ignore_eos": True, "temperature": 0.9, "top_k": 20, "seed": 11}),
-    ("hello", {"max_tokens": 12, "ignore_eos": True, "min_p": 0.2, "top_p": 0.9, "seed": 5}),
-    ("x", {"max_tokens": 1}),
-)
+    ("hello", {"max_tokens": 12, "ignore_eos": True, "min_p": 0.2, "top_p": 0.9, "seed": 5}), ("x", {"max_tokens": 1}),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("seqs", [64, 2])
@@ -175,15 +169,12 @@ def test_bad_lines_are_named_before_the_model_is_loaded(name, run, folder, file,
 
 
 NOT_FOR_THIS_MODEL = {
-    "empty": ("", ["empty"]),
-    "no ids": ({"prompt_token_ids": []}, ["empty"]),
+    "empty": ("", ["empty"]), "no ids": ({"prompt_token_ids": []}, ["empty"]),
     "an id": ({"prompt_token_ids": [1, 211]}, ["prompt token 1", "0 to 210", "found 211"]),
-    "a float": ({"prompt_token_ids": [1, 2.0]}, ["prompt token 1", "2.0"]),
-    "too long": ("x" * 400, ["at most 255 tokens"]),
-    "surrogate": (b'"lone \\udce9"', ["surrogate"]),
-    "messages": ({"messages": [{"role": "user"}]}, ["messages[0]"]),
+    "a float": ({"prompt_token_ids": [1, 2.0]}, ["prompt token 1", "2.0"]), "too long": ("x" * 400, ["at most 255 tokens"]),
+    "surrogate": (b'"lone \\udce9"', ["surrogate"]), "messages": ({"messages": [{"role": "user"}]}, ["messages[0]"]),
     "no messages": ({"messages": []}, ["the conversation is empty"]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NOT_FOR_THIS_MODEL)

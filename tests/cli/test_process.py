@@ -167,8 +167,7 @@ def test_names_cannot_control_the_terminal(run, folder, tmp_path, monkeypatch):
         ["plan", "-m", odd, "--device", "cpu", "--impl", f"layers.*{ESCAPE}"],
         ["generate", "-m", odd, *CACHE, "--max-tokens", 1, "--json", "hello"],
         ["generate", "-m", odd, *CACHE, "--prompt-file", odd / "none"], ["generate", f"--{ESCAPE}"], [ESCAPE],
-        ["bench", "speed", "-m", odd, *CACHE, "--output-file", f"/none{ESCAPE}/x"],
-        ["generate", "-m", odd / ESCAPE, "hello"],
+        ["bench", "speed", "-m", odd, *CACHE, "--output-file", f"/none{ESCAPE}/x"], ["generate", "-m", odd / ESCAPE, "hello"],
     ):  # fmt: skip
         code, out, err = run(*arguments)
         assert safe(out), (code, out)

@@ -142,13 +142,10 @@ def test_values_that_no_server_can_use(call, arguments):
 
 def test_packages_that_are_missing():
     script = (
-        "import sys\n"
-        "from importlib import util\n"
-        "find = util.find_spec\n"
+        "import sys\n" "from importlib import util\n" "find = util.find_spec\n"
         "util.find_spec = lambda name, *rest: None if name in ('msgspec', 'prometheus_client') else find(name, *rest)\n"
-        "from minirt.cli.app import main\n"
-        "main(['serve'])"
-    )
+        "from minirt.cli.app import main\n" "main(['serve'])"
+    )  # fmt: skip
     done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
     assert done.returncode == 1
     assert "msgspec, prometheus-client" in done.stderr

@@ -319,9 +319,8 @@ Registers_& r = *(Registers_*)warp->registers.data();
         values, table = [self._value(operand, "u32") for operand in operands[1:4]], int(operands[4], 0)
         terms = [
             " & ".join(f"{'' if i >> shift & 1 else '~'}({value})" for value, shift in zip(values, (2, 1, 0), strict=True))
-            for i in range(8)
-            if table >> i & 1
-        ]
+            for i in range(8) if table >> i & 1
+        ]  # fmt: skip
         return self._assign(operands[0], " | ".join(terms) or "0", "u32")
 
     def _bits(self, words: list[str], operands: list[str]) -> str:

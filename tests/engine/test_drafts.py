@@ -100,19 +100,16 @@ def run(it, requests, bad_words=()):
 
 
 PARAMS = {
-    "greedy": {"temperature": 0.0},
-    "sampled": {"temperature": 1.0},
+    "greedy": {"temperature": 0.0}, "sampled": {"temperature": 1.0},
     "hot": {"temperature": 3.0, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
-    "presence": {"temperature": 0.0, "presence_penalty": 1.5},
-    "frequency": {"temperature": 0.8, "frequency_penalty": 0.9},
+    "presence": {"temperature": 0.0, "presence_penalty": 1.5}, "frequency": {"temperature": 0.8, "frequency_penalty": 0.9},
     "repetition": {"temperature": 0.0, "repetition_penalty": 1.6},
     "bias": {"temperature": 1.0, "logit_bias": {3: 4.0, 90: 3.0, VOCAB - 1: 2.0}},
     "allowed": {"temperature": 1.0, "allowed_token_ids": list(range(0, VOCAB, 9))},
     "min_tokens": {"temperature": 1.0, "min_tokens": 9, "stop_token_ids": list(range(0, VOCAB, 3))},
-    "stops": {"temperature": 1.5, "stop_token_ids": list(range(1, VOCAB, 11))},
-    "logprobs": {"temperature": 1.0, "logprobs": 3},
+    "stops": {"temperature": 1.5, "stop_token_ids": list(range(1, VOCAB, 11))}, "logprobs": {"temperature": 1.0, "logprobs": 3},
     "one": {"temperature": 1.0, "max_tokens": 1},
-}
+}  # fmt: skip
 
 
 def tokens_of(outputs):

@@ -39,9 +39,7 @@ class Mock:
                 length = batch.seq_lens[i] - count + j + 1
                 assert batch.positions[start + j] == length - 1
                 where = torch.arange(length)
-                slots = (
-                    batch.block_tables[i][where // cache.page_size].long() * cache.page_size + where % cache.page_size
-                )
+                slots = (batch.block_tables[i][where // cache.page_size].long() * cache.page_size + where % cache.page_size)
                 rows.append(following(pages[slots].long().tolist()))
         logits = torch.nn.functional.one_hot(torch.tensor(rows), VOCAB).float()
         return logits[batch.logits_indices]

@@ -178,9 +178,7 @@ def test_logits_without_numbers(lookahead):
     """With lookahead, the next step has already started by then, with −1 as the token."""
     it, cache = engine(lookahead=lookahead)
     model = it._runner.model
-    it._runner.model = lambda batch, cache: model(batch, cache).masked_fill(
-        (batch.seq_lens_device == 4)[:, None], float("nan")
-    )
+    it._runner.model = lambda batch, cache: model(batch, cache).masked_fill((batch.seq_lens_device == 4)[:, None], float("nan"))
     bad, good = add(it, [50, 51, 52]), add(it, [53, 54, 55, 56, 57])
     outputs = finish(it)
     mine = [o for o in outputs if o.request_id == bad]

@@ -47,9 +47,7 @@ def outputs(engine, cache, requests, aborts):
     return tokens
 
 
-REQUESTS = st.lists(
-    st.tuples(st.integers(0, 6), st.integers(0, len(LENGTHS) - 1), st.integers(1, NEW)), min_size=2, max_size=7
-)
+REQUESTS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, len(LENGTHS) - 1), st.integers(1, NEW)), min_size=2, max_size=7)
 ABORTS = st.lists(st.tuples(st.integers(0, 10), st.integers(0, 6)), max_size=2)
 
 

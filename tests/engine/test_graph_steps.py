@@ -45,11 +45,9 @@ class Graphs:
 
 PROMPTS = [[5, 6, 7, 8, 9], [11], [20] * 9, [3, 1, 4]]
 PARAMS = [
-    SamplingParams(max_tokens=4, temperature=0.0),
-    SamplingParams(max_tokens=3, temperature=0.8, seed=3, top_p=0.9),
-    SamplingParams(max_tokens=4, temperature=0.0, presence_penalty=2.0),
-    SamplingParams(max_tokens=9, temperature=0.0),
-]
+    SamplingParams(max_tokens=4, temperature=0.0), SamplingParams(max_tokens=3, temperature=0.8, seed=3, top_p=0.9),
+    SamplingParams(max_tokens=4, temperature=0.0, presence_penalty=2.0), SamplingParams(max_tokens=9, temperature=0.0),
+]  # fmt: skip
 
 
 def run(model, graphs, proposer=None, requests=4):

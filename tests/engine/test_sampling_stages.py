@@ -136,8 +136,7 @@ def test_logprobs_are_those_of_the_raw_logits(lookahead):
     requests = [
         (0, [9, 8, 7], SamplingParams(**both)), (0, [50] * 30, SamplingParams(max_tokens=5, temperature=0.0)),
         (1, [60] * 25, SamplingParams(max_tokens=6, logprobs=-1, prompt_logprobs=-1)),
-        (2, [4], SamplingParams(logprobs=0, max_tokens=3)),
-        (2, [4, 5], SamplingParams(prompt_logprobs=0, max_tokens=3)),
+        (2, [4], SamplingParams(logprobs=0, max_tokens=3)), (2, [4, 5], SamplingParams(prompt_logprobs=0, max_tokens=3)),
     ]  # fmt: skip
     tokens, found, scores = run(it, requests)
     assert set(scores) == {0, 2, 4}

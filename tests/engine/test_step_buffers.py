@@ -120,10 +120,7 @@ def test_the_largest_plan_fits():
 
 
 @pytest.mark.parametrize(("bucket", "tokens", "rows"), [
-    (Bucket(1, 512), 512, 1),
-    (Bucket(1, 16, short=True), 16, 1),
-    (Bucket(64, 16), 16, 16),
-    (Bucket(64, 2048), 2048, 64),
+    (Bucket(1, 512), 512, 1), (Bucket(1, 16, short=True), 16, 1), (Bucket(64, 16), 16, 16), (Bucket(64, 2048), 2048, 64),
     (Bucket(8, short=True), 8, 8),
 ])  # fmt: skip
 def test_graphs_compute_no_more_rows_than_can_want_logits(bucket, tokens, rows, monkeypatch):

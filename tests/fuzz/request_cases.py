@@ -10,20 +10,15 @@ CHATS, RESPONSES, MESSAGES, TEXTS = "/v1/chat/completions", "/v1/responses", "/v
 LARGEST = 300_000  # characters of a schema or grammar: above the limit of both
 
 WRAPS: tuple[Callable[[Any], Any], ...] = (
-    lambda own: own,
-    lambda own: {"type": "object", "properties": {"": own}},
+    lambda own: own, lambda own: {"type": "object", "properties": {"": own}},
     lambda own: {"type": "object", "properties": {"x": own}, "required": ["x"], "additionalProperties": False},
     lambda own: {"type": "object", "properties": {"x": own, "y": own}, "required": ["x", "y"]},
     lambda own: {"type": "object", "additionalProperties": own},
-    lambda own: {"type": "object", "patternProperties": {"^a": own}},
-    lambda own: {"type": "array", "items": own},
+    lambda own: {"type": "object", "patternProperties": {"^a": own}}, lambda own: {"type": "array", "items": own},
     lambda own: {"type": "array", "items": own, "minItems": 9, "maxItems": 99},
-    lambda own: {"type": "array", "prefixItems": [own, own], "items": False},
-    lambda own: {"anyOf": [{"type": "null"}, own]},
-    lambda own: {"anyOf": [own, {"type": "array", "items": own}]},
-    lambda own: {"oneOf": [{"const": 1}, own]},
-    lambda own: {"allOf": [own]},
-    lambda own: {"allOf": [own, {"type": ["object", "null", "string"]}]},
+    lambda own: {"type": "array", "prefixItems": [own, own], "items": False}, lambda own: {"anyOf": [{"type": "null"}, own]},
+    lambda own: {"anyOf": [own, {"type": "array", "items": own}]}, lambda own: {"oneOf": [{"const": 1}, own]},
+    lambda own: {"allOf": [own]}, lambda own: {"allOf": [own, {"type": ["object", "null", "string"]}]},
     lambda own: {"allOf": [own, {"type": "object", "properties": {"y": own}}]},
     lambda own: {"allOf": [own, {"pattern": "^([^a]|.a)*$"}]},
 )  # fmt: skip

@@ -93,8 +93,7 @@ def bases() -> list[dict[str, bytes]]:
         template = TEMPLATES[i % 2] if i % 3 else [{"name": "default", "template": TEMPLATES[i % 2]}]
         config = {"model_max_length": 512, "chat_template": template, "added_tokens_decoder": added}
         folders.append({
-            "tokenizer.json": build().encode(),
-            "tokenizer_config.json": json.dumps(special | config).encode(),
+            "tokenizer.json": build().encode(), "tokenizer_config.json": json.dumps(special | config).encode(),
             "special_tokens_map.json": json.dumps(special).encode(),
         })  # fmt: skip
     return folders

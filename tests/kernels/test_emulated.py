@@ -70,10 +70,8 @@ def test_kernels(files, selection, count):
 
 
 @pytest.mark.parametrize(("without", "finding"), [
-    ("fence.proxy", "write after read: TMA overwrites what a thread"),
-    ("bar.sync", "a thread reads what a thread"),
-    ("cp.async.mbarrier.arrive", "waits at an mbarrier for ever"),
-    ("mbarrier.arrive.shared", "waits at an mbarrier for ever"),
+    ("fence.proxy", "write after read: TMA overwrites what a thread"), ("bar.sync", "a thread reads what a thread"),
+    ("cp.async.mbarrier.arrive", "waits at an mbarrier for ever"), ("mbarrier.arrive.shared", "waits at an mbarrier for ever"),
 ])  # fmt: skip
 def test_what_is_missing_is_found(without, finding):
     said = emulated(DECODE, f"{FUSED} and fp8_pages and 130 and 200 and not 66", without)

@@ -345,10 +345,9 @@ def test_a_gpu_without_kernels_is_refused(capability, what, make, device, monkey
 def test_a_gpu_without_triton_says_what_to_install():
     """The function of a GPU, called with a CPU's tensors, as only it imports Triton."""
     script = (
-        "import sys; sys.modules['triton'] = None\n"
-        "import torch; from minirt.kernels import ops\n"
+        "import sys; sys.modules['triton'] = None\n" "import torch; from minirt.kernels import ops\n"
         "ops.IMPLEMENTATIONS['rms_norm'].kernel(torch.ones(1, 4), torch.ones(4), 0.0)"
-    )
+    )  # fmt: skip
     out = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
     assert "minirt.errors.UnsupportedError: rms_norm: Triton is not installed (pip install triton)" in out.stderr
 
@@ -415,10 +414,9 @@ def test_pages_that_a_backward_pass_needs_are_not_written_unnoticed(make, device
 def test_a_cpu_needs_no_triton():
     """The reference and the checks of an op must not import it."""
     script = (
-        "import sys; sys.modules['triton'] = None\n"
-        "import torch; from minirt.kernels import ops\n"
+        "import sys; sys.modules['triton'] = None\n" "import torch; from minirt.kernels import ops\n"
         "print(torch.ops.minirt.rms_norm(torch.ones(1, 4), torch.ones(4), 0.0).tolist())"
-    )
+    )  # fmt: skip
     out = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
     assert out.stdout.strip() == "[[1.0, 1.0, 1.0, 1.0]]", out.stderr
 

@@ -15,8 +15,7 @@ PAGE = 16
 NKV, GROUP, D = 2, 3, 32
 # (new tokens, cached tokens with the new ones) of each sequence
 STEPS = {
-    "decode": [(1, 1), (1, 17), (1, 300)], "one": [(1, 41)], "prompt": [(7, 7)],
-    "mixed": [(40, 40), (1, 33), (9, 90), (1, 5)],
+    "decode": [(1, 1), (1, 17), (1, 300)], "one": [(1, 41)], "prompt": [(7, 7)], "mixed": [(40, 40), (1, 33), (9, 90), (1, 5)],
 }  # fmt: skip
 
 

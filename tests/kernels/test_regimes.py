@@ -25,9 +25,7 @@ UNDECLARED = {"EARLY", "PREFILL_SEQUENCES", "CHUNK_PROMPTS"}  # tables of sizes,
 
 def test_each_kernel_declares_its_limits_and_its_order():
     """`quantize` adds nothing."""
-    kernels = [
-        regime for module, name in TABLES if name not in UNDECLARED for regime in getattr(import_module(module), name)
-    ]
+    kernels = [regime for module, name in TABLES if name not in UNDECLARED for regime in getattr(import_module(module), name)]
     assert [regime.kernel for regime in kernels if regime.limits is None] == []
     assert [regime.kernel for regime in kernels if regime.sums is None] == ["quantize"]
 

@@ -233,8 +233,7 @@ def test_a_shared_expert_of_another_form_has_its_own_kernels() -> None:
     experts, stored = (up, down, None, None), (up.to(eight), down.to(eight), *scales)
     for T, weights, expert, joins in (
         (1, experts, whole, True), (4, experts, whole, True), (5, experts, whole, False), (1, stored, fp8, True),
-        (1, experts, fp8, False), (1, stored, whole, False),
-        (1, stored, fp8._replace(down=down[0], down_scale=None), False),
+        (1, experts, fp8, False), (1, stored, whole, False), (1, stored, fp8._replace(down=down[0], down_scale=None), False),
         (1, experts, whole._replace(gate_up=up[0, 2:], down=down[0, :, 1:]), False),
         (1, stored, fp8._replace(down_scale=torch.ones(h // 2)), False),
     ):  # fmt: skip

@@ -84,11 +84,9 @@ def test_as_many_rows_as_tokens_in_another_order(gather):
 def test_it_stands_behind_the_last_attention():
     embedding, a0, m0, a1, m1, head = models.build(CONFIG)
     for before, behind in (
-        ([embedding, a0, m0, a1], [m1, head]),
-        ([embedding, a0, a1, a0], [m0, m1, m0, head]),
-        ([embedding], [m0, m1, head]),
+        ([embedding, a0, m0, a1], [m1, head]), ([embedding, a0, a1, a0], [m0, m1, m0, head]), ([embedding], [m0, m1, head]),
         ([embedding], [head]),
-    ):
+    ):  # fmt: skip
         given = [*before, *behind]
         layers = Model(CONFIG, given).layers
         assert layers == [*before, layers[len(before)], *behind]

@@ -111,14 +111,13 @@ def test_files_that_are_no_files(tmp_path):
 
 
 DAMAGE = {
-    "truncated": lambda data: data[: len(data) * 2 // 3],
-    "empty": lambda data: b"",
+    "truncated": lambda data: data[: len(data) * 2 // 3], "empty": lambda data: b"",
     "header length": lambda data: (1 << 62).to_bytes(8, "little") + data[8:],
     "long header": lambda data: (1 << 25).to_bytes(8, "little") + b" " * (1 << 25) + data,
     "header text": lambda data: data[:8] + b"\xff" * 64 + data[72:],
     "offsets": lambda data: _header(data, lambda header: _described(header, data_offsets=[0, 10**15])),
     "a web page": lambda data: b"<!DOCTYPE html><html></html>" * 9,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

@@ -170,8 +170,7 @@ def test_metadata_of_the_index(metadata: Any, expected: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("files", "words"), [
-    ([], "only safetensors files are read"),
-    (["pytorch_model.bin"], "found pytorch_model.bin"),
+    ([], "only safetensors files are read"), (["pytorch_model.bin"], "found pytorch_model.bin"),
     (["a.gguf", "b.gguf", "c.gguf", "d.gguf", "e.gguf"], "found a.gguf, b.gguf, c.gguf, d.gguf …"),
     (["weights.safetensors", "pytorch_model.bin"], "if weights.safetensors is the whole model, rename it"),
     (["adapter_config.json", "adapter_model.safetensors"], "a LoRA adapter"),
@@ -389,9 +388,7 @@ ODD = "model [1]*.safetensors"  # characters that are special in glob patterns
 
 
 @pytest.mark.parametrize(("files", "weights", "expected"), [
-    (SINGLE, True, ["model.safetensors"]),
-    (SHARDED, True, SHARDS),
-    (SHARDED | SINGLE, True, ["model.safetensors"]),
+    (SINGLE, True, ["model.safetensors"]), (SHARDED, True, SHARDS), (SHARDED | SINGLE, True, ["model.safetensors"]),
     (SHARDED | SINGLE, False, []),
     (SHARDED | {"model.safetensors.index.json": json.dumps({"weight_map": {"a": ODD}}), ODD: ""}, True, [ODD]),
 ], ids=["single", "sharded", "both", "no weights", "odd names"])  # fmt: skip

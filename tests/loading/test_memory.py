@@ -293,12 +293,9 @@ def test_kept_states(free):
     assert ("state cache", 220 * MB, "22 snapshots of states, for the prefix cache") in made.rows()
     assert plan(lambda _: 60, model=Recurrent(), max_num_seqs=2).snapshots == 8
     for changes, snapshots, pages in (
-        ({"state_cache_memory": "101MiB"}, 10, 800),
-        ({"state_cache_memory": 0}, 0, 900),
-        ({"prefix_cache": False}, 0, 900),
-        ({"kv_cache_memory": 870 * MB}, 3, 870),
-        ({"kv_cache_memory": 870 * MB, "state_cache_memory": 20 * MB}, 2, 870),
-    ):
+        ({"state_cache_memory": "101MiB"}, 10, 800), ({"state_cache_memory": 0}, 0, 900), ({"prefix_cache": False}, 0, 900),
+        ({"kv_cache_memory": 870 * MB}, 3, 870), ({"kv_cache_memory": 870 * MB, "state_cache_memory": 20 * MB}, 2, 870),
+    ):  # fmt: skip
         made = plan(lambda _: 60, model=Recurrent(), max_num_seqs=10, **changes)
         assert (made.snapshots, made.pages) == (snapshots, pages)
         assert made.fits

@@ -44,8 +44,7 @@ CLASSES = {
 }  # fmt: skip
 # Options of transformers' classes. Each option has a non-default value in at least one entry.
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
-    ("llama", {}),
-    ("llama", {"attention_bias": True, "num_key_value_heads": None, "dtype": "bfloat16", "rms_norm_eps": 1e-5}),
+    ("llama", {}), ("llama", {"attention_bias": True, "num_key_value_heads": None, "dtype": "bfloat16", "rms_norm_eps": 1e-5}),
     ("llama", {"mlp_bias": True, "head_dim": 10, "hidden_act": "gelu", "tie_word_embeddings": True, "dtype": "float16"}),
     ("llama", {"rope_parameters": LLAMA3 | {"rope_theta": 500000.0}}),
     ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 20000.0}}),
@@ -59,7 +58,7 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {"num_experts": ..., "num_local_experts": 7, "num_experts_per_tok": 7, "mlp_only_layers": None}),
     ("qwen2_moe", {"qkv_bias": False, "norm_topk_prob": True}),
     ("mistral", {"rope_parameters": YARN | {"attention_factor": 1.25, "beta_slow": 2.0}, "hidden_act": "swish"}),
-]
+]  # fmt: skip
 
 
 def check_against(parsed: ModelConfig, theirs: Any) -> None:
@@ -354,11 +353,9 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("llama", {"quantization_config": {"quant_method": "aqlm", "bits": 2}}, ["quantization_config", "aqlm"]),
     ("llama", {"quantization_config": {}}, ["quantization_config", "unnamed"]),
     ("qwen2", {"compression_config": {"quant_method": "compressed-tensors"}}, ["compressed-tensors"]),
-    ("llama", {"hidden_act": "relu"}, ["hidden_act", "relu"]),
-    ("llama", {"dtype": "float64"}, ["dtype", "float64"]),
+    ("llama", {"hidden_act": "relu"}, ["hidden_act", "relu"]), ("llama", {"dtype": "float64"}, ["dtype", "float64"]),
     ("llama", {"torch_dtype": "float8_e4m3fn"}, ["torch_dtype", "float8_e4m3fn"]),
-    ("llama", {"num_local_experts": 8}, ["num_local_experts", "8"]),
-    ("qwen3", {"num_experts": 128}, ["num_experts", "128"]),
+    ("llama", {"num_local_experts": 8}, ["num_local_experts", "8"]), ("qwen3", {"num_experts": 128}, ["num_experts", "128"]),
     ("llama", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5", "passes partial_rotary=True to decoder_config"]),
     ("llama", {"rope_parameters": {"partial_rotary_factor": 0.25}}, ["rope_parameters.partial_rotary_factor"]),
     ("llama", {"rope_parameters": {"rope_type": "proportional", "factor": 2.0}}, ["rope_parameters.rope_type", "proportional"]),
@@ -376,10 +373,8 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("llama", {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, ["linear_attention"]),
     ("llama", {"layer_types": ["chunked_attention"] * 3, "sliding_window": 64}, ["chunked_attention"]),
     ("qwen2", {"is_causal": False}, ["is_causal", "embedding model"]),
-    ("mixtral", {}, ["mixtral", "llama", "qwen2", "qwen3", "mistral"]),
-    ("gpt_oss", {}, ["gpt_oss", "qwen3"]),
-    ("", {}, ["''"]),
-]
+    ("mixtral", {}, ["mixtral", "llama", "qwen2", "qwen3", "mistral"]), ("gpt_oss", {}, ["gpt_oss", "qwen3"]), ("", {}, ["''"]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "fields", "words"), UNSUPPORTED)
@@ -391,8 +386,7 @@ def test_unsupported_is_refused_by_name(kind: str, fields: dict[str, Any], words
 
 @pytest.mark.parametrize(("kind", "fields"), [
     ("llama", {"pretraining_tp": 4, "num_local_experts": 0, "quantization_config": None, "layer_types": None}),
-    ("llama", {"hidden_size": 97, "head_dim": 16}),
-    ("llama", {"partial_rotary_factor": 1}),
+    ("llama", {"hidden_size": 97, "head_dim": 16}), ("llama", {"partial_rotary_factor": 1}),
     ("mistral", {"unknown_field": {"x": [1]}}),
 ])  # fmt: skip
 def test_harmless_is_taken(kind: str, fields: dict[str, Any]) -> None:
@@ -455,12 +449,10 @@ def test_a_used_window_needs_a_size() -> None:
 
 
 RECORDS: list[dict[str, Any]] = [
-    YARN | {"finetuned": True, "attn_factor": None},
-    YARN | {"attn_factor": 1, "extrapolation_factor": 1.0},
-    LLAMA3 | {"finetuned": False},
-    {"rope_type": "default", "original_max_position_embeddings": 128, "factor": 1.0},
+    YARN | {"finetuned": True, "attn_factor": None}, YARN | {"attn_factor": 1, "extrapolation_factor": 1.0},
+    LLAMA3 | {"finetuned": False}, {"rope_type": "default", "original_max_position_embeddings": 128, "factor": 1.0},
     {"rope_type": "linear", "factor": 2.0, "finetuned": True},
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("rope", RECORDS)
@@ -489,11 +481,10 @@ BAD_LONG: list[tuple[dict[str, Any], str]] = [
     ({"long_factor": [2.0] * 7}, r"long_factor: the list has another length; expected 8, one for each channel pair; found 7"),
     ({"long_factor": [2.0] * 7 + ["2"]}, r"long_factor: .*a list of 8 numbers"),
     ({"short_factor": [0.0] * 8}, r"short_factor: .*a list of 8 numbers from 1e-06"),
-    ({"short_factor": 1.0}, r"short_factor: .*a list of 8 numbers"),
-    ({"factor": 0.5}, r"factor: "),
+    ({"short_factor": 1.0}, r"short_factor: .*a list of 8 numbers"), ({"factor": 0.5}, r"factor: "),
     ({"attention_factor": 0}, r"attention_factor: "),
     ({"original_max_position_embeddings": 1}, r"original_max_position_embeddings: its logarithm is 0"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "words"), BAD_LONG)

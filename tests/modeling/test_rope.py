@@ -20,11 +20,9 @@ from minirt.modeling.rope import inverse_frequencies, query_scales, rope_table
 from minirt.models import parse_config
 
 OWNERS = {
-    "llama": (transformers.LlamaConfig, LlamaRotaryEmbedding),
-    "qwen2": (transformers.Qwen2Config, Qwen2RotaryEmbedding),
-    "qwen3": (transformers.Qwen3Config, Qwen3RotaryEmbedding),
-    "mistral": (transformers.MistralConfig, MistralRotaryEmbedding),
-}
+    "llama": (transformers.LlamaConfig, LlamaRotaryEmbedding), "qwen2": (transformers.Qwen2Config, Qwen2RotaryEmbedding),
+    "qwen3": (transformers.Qwen3Config, Qwen3RotaryEmbedding), "mistral": (transformers.MistralConfig, MistralRotaryEmbedding),
+}  # fmt: skip
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 8192}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -120,9 +118,7 @@ def test_rope_places() -> None:
         with pytest.raises(ConfigError, match="contradict"):
             rope(**contradiction)
     assert rope(rope_parameters=yarn).attention_factor == 0.1 * math.log(2) + 1
-    assert (
-        rope(rope_parameters=YARN | {"attention_factor": 1.5, "mscale": 1, "mscale_all_dim": 1}).attention_factor == 1.5
-    )
+    assert (rope(rope_parameters=YARN | {"attention_factor": 1.5, "mscale": 1, "mscale_all_dim": 1}).attention_factor == 1.5)
     assert rope(rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}).attention_factor == 1.0
     assert rope(rope_parameters=yarn | {"mscale": 3.0}).attention_factor == 0.1 * math.log(2) + 1  # mscale alone is unused
     linear = {"rope_type": "linear", "factor": 4.0}
@@ -145,13 +141,11 @@ LONGROPE = {
 }  # fmt: skip
 BY_LENGTH: list[dict[str, Any]] = [
     {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
-    {"rope_type": "dynamic", "rope_theta": 5e5, "factor": 3.7, "original_max_position_embeddings": 32},
-    LONGROPE,
-    {name: value for name, value in LONGROPE.items() if name != "factor"},
-    LONGROPE | {"factor": 1.0},
+    {"rope_type": "dynamic", "rope_theta": 5e5, "factor": 3.7, "original_max_position_embeddings": 32}, LONGROPE,
+    {name: value for name, value in LONGROPE.items() if name != "factor"}, LONGROPE | {"factor": 1.0},
     LONGROPE | {"attention_factor": 1.19},
     {name: value for name, value in LONGROPE.items() if name not in ("factor", "original_max_position_embeddings")},
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("length", [1, 99, 100, 101, 256, 257, 400])

@@ -29,10 +29,9 @@ def test_bf16_argmax_agrees_with_transformers(smollm2):
 
     with Generator.from_pretrained(smollm2, dtype="bfloat16", impl="triton", kv_cache_memory=4 << 30) as generator:
         asked = [
-            generator.encode_chat([{"role": "user", "content": request.format(topic)}])
-            for request in REQUESTS
+            generator.encode_chat([{"role": "user", "content": request.format(topic)}]) for request in REQUESTS
             for topic in TOPICS
-        ]
+        ]  # fmt: skip
         answers = generator.generate(asked, SamplingParams(max_tokens=320))
         texts = [(c.prompt_token_ids + c.token_ids, len(c.prompt_token_ids) - 1) for c in answers]
         ours = torch.cat([generator.logits(tokens)[first:] for tokens, first in texts])

@@ -78,8 +78,7 @@ CHANGES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("llama", {"use_qk_norm": True}, ["use_qk_norm", "expected no field or false; found true"]),
     ("qwen3", {"use_qk_norm": False}, ["use_qk_norm", "expected no field or true; found false"]),
     ("mistral", {"attention_bias": True}, ["attention_bias", "found true"]),
-    ("mistral", {"mlp_bias": True}, ["mlp_bias", "found true"]),
-    ("qwen2", {"mlp_bias": True}, ["mlp_bias", "found true"]),
+    ("mistral", {"mlp_bias": True}, ["mlp_bias", "found true"]), ("qwen2", {"mlp_bias": True}, ["mlp_bias", "found true"]),
     ("qwen2", {"qkv_bias": False}, ["qkv_bias", "expected no field or true"]),
     ("llama", {"qkv_bias": True}, ["qkv_bias", "expected no field or false"]),
     ("qwen3", {"attention_bias": True, "attention_out_bias": False}, ["attention_out_bias", "found false"]),
@@ -89,7 +88,7 @@ CHANGES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("qwen3_moe", {"first_k_dense_replace": 1}, ["first_k_dense_replace"]),
     ("llama", {"kv_lora_rank": 512}, ["kv_lora_rank", "latent attention"]),
     ("llama", {"text_config": {"hidden_size": 8}}, ["text_config", "found an object"]),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "fields", "words"), CHANGES)
@@ -126,8 +125,7 @@ OTHERS = {
     "GPTNeoX": "use_parallel_residual", "Starcoder2": "use_bias", "Qwen3Next": "linear_num",
     "Qwen2Moe": "shared_expert", "Bamba": "mamba_d_state", "Jamba": "attn_layer_period", "Lfm2": "conv_L_cache",
     "GraniteMoeHybrid": "mamba", "Zamba2": "mamba", "RecurrentGemma": "lru_width", "Doge": "keep_window_size",
-    "DiffLlama": "lambda_std_dev", "Ernie4_5_Moe": "moe_num_experts",
-    "LongcatFlash": "kv_lora_rank",
+    "DiffLlama": "lambda_std_dev", "Ernie4_5_Moe": "moe_num_experts", "LongcatFlash": "kv_lora_rank",
 }  # fmt: skip
 
 
@@ -172,8 +170,7 @@ def test_files_of_transformers_have_no_unknown_fields(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("fields", "place", "expected"), [
-    ({"layer_norm_epsilon": 1e-3}, "layer_norm_epsilon", "rms_norm_eps"),
-    ({"rope_base": 1e6}, "rope_base", "rope_theta"),
+    ({"layer_norm_epsilon": 1e-3}, "layer_norm_epsilon", "rms_norm_eps"), ({"rope_base": 1e6}, "rope_base", "rope_theta"),
     ({"num_key_value_heads": None, "num_kv_heads": 2}, "num_kv_heads", "num_key_value_heads"),
 ])  # fmt: skip
 def test_another_name_of_a_field_with_a_default_is_refused(fields: dict[str, Any], place: str, expected: str) -> None:

@@ -41,10 +41,9 @@ VISION = {
     "patch_size": 2,
 }  # fmt: skip
 VARIANTS: dict[str, dict[str, Any]] = {
-    "2-to-1": {},
-    "1-to-1-tied": {"linear_num_value_heads": 2, "tie_word_embeddings": True},
+    "2-to-1": {}, "1-to-1-tied": {"linear_num_value_heads": 2, "tie_word_embeddings": True},
     "3-to-1-bias": {"linear_num_value_heads": 6, "linear_value_head_dim": 8, "attention_bias": True},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

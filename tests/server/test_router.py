@@ -25,16 +25,7 @@ class Fleet:
     """Two workers on fixed ports, and a router."""
 
     def __init__(self, smg, folder, logs):
-        self._arguments = (
-            "--model",
-            folder,
-            "--kv-cache-memory",
-            "16MiB",
-            "--max-num-seqs",
-            8,
-            "--served-model-name",
-            "tiny",
-        )
+        self._arguments = ("--model", folder, "--kv-cache-memory", "16MiB", "--max-num-seqs", 8, "--served-model-name", "tiny")
         self._logs, self._ports, self._starts = logs, (free_port(), free_port()), 0
         self.workers = [self._start(port) for port in self._ports]
         for worker in self.workers:
@@ -187,9 +178,7 @@ def test_a_worker_is_killed(fleet, expected):
 
     async def work(client):
         streams = await four_streams(client)
-        whole = [
-            asyncio.create_task(client.chat.completions.create(messages=conversation(i), **LONG)) for i in range(4)
-        ]
+        whole = [asyncio.create_task(client.chat.completions.create(messages=conversation(i), **LONG)) for i in range(4)]
         await until(fleet, lambda: fleet.running() == [4, 4])
         engine = fleet.workers[1].engine
         fleet.workers[1].process.kill()

@@ -351,10 +351,8 @@ def test_loads_that_fail(tmp_path):
 
 
 @pytest.mark.parametrize(("arguments", "code", "words"), [
-    (("--port", "70000"), 2, ["--port"]),
-    (("--host", "no.such.host.invalid"), 2, ["--host", "cannot listen"]),
-    (("--api-key", ""), 2, ["--api-key", "empty"]),
-    (("--config", "/no/such/file"), 1, ["/no/such/file"]),
+    (("--port", "70000"), 2, ["--port"]), (("--host", "no.such.host.invalid"), 2, ["--host", "cannot listen"]),
+    (("--api-key", ""), 2, ["--api-key", "empty"]), (("--config", "/no/such/file"), 1, ["/no/such/file"]),
 ])  # fmt: skip
 def test_starts_that_fail(arguments, code, words, capfd, monkeypatch):
     refused(caller(capfd, monkeypatch)("serve", "-q", "--port", "0", *arguments), *words, code=code)

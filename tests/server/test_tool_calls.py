@@ -137,9 +137,7 @@ async def test_the_first_events_of_a_call(chats):
 async def test_several_choices_have_calls_of_their_own(chats):
     texts = (CALL, "Nothing.", NOW_CALL + CALL)
     found = [whole(choice) for choice in (await chats.complete(*texts, tools=TOOLS)).choices]
-    assert [own[2:] for own in found] == [
-        ([ZURICH], "tool_calls"), ([], "stop"), ([("now", "{}"), ZURICH], "tool_calls"),
-    ]  # fmt: skip
+    assert [own[2:] for own in found] == [([ZURICH], "tool_calls"), ([], "stop"), ([("now", "{}"), ZURICH], "tool_calls")]
     chunks = await chats.complete(*texts, streams=True, tools=TOOLS)
     assert [joined(chunks, index) for index in range(3)] == found
 

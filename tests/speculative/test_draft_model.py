@@ -71,9 +71,8 @@ PARITY = {
     "two drafts, tied, long chunks": ("dense", {"tie_word_embeddings": True}, 2, 64, 0, 0.0),
     "three drafts, chunks of a few tokens": ("dense", {"num_key_value_heads": 4}, 3, 7, 0, 0.1),
     "four drafts of 150 ids, with attention alone": ("dense", ALL_ATTENTION, 4, 31, 150, 0.1),
-    "mixtures": ("qwen3_5_moe", {}, 3, 40, 0, 0.0),
-    "mixtures of another packing": ("qwen3_next", {}, 2, 512, 97, 0.1),
-}
+    "mixtures": ("qwen3_5_moe", {}, 3, 40, 0, 0.0), "mixtures of another packing": ("qwen3_next", {}, 2, 512, 97, 0.1),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", PARITY)

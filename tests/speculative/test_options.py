@@ -65,8 +65,7 @@ def test_fields_are_checked(given, message):
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("", "--speculate : .*found ''"),
-    ("draft", "^--speculate draft: minirt does not .*; expected ngram.*; found 'draft'$"),
+    ("", "--speculate : .*found ''"), ("draft", "^--speculate draft: minirt does not .*; expected ngram.*; found 'draft'$"),
     ("eagle3", "found 'eagle3'"), ("ngram_gpu", "found 'ngram_gpu'"), ("ngram:", "found ''"),
     ("ngram:8", "^--speculate ngram:8: not .* from 1 to 7; found 8$"),
     ("ngram:-1", "found '-1'"), ("ngram:3:2", "found '3:2'"), ("ngram:٣", "found '٣'"),

@@ -34,9 +34,7 @@ def plan(folder: Path, **options: Any) -> Plan:
     return plan_model(LoadOptions(model=folder, device="cpu", **options)).plan
 
 
-def refused(
-    folder: Path | str, words: str, error: Any = CheckpointError, *, by: Callable = load, **options: Any
-) -> None:
+def refused(folder: Path | str, words: str, error: Any = CheckpointError, *, by: Callable = load, **options: Any) -> None:
     with pytest.raises(error, match=words):
         by(folder, **options)
 

@@ -30,11 +30,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 REASONS = {
-    "gpu": "needs a CUDA GPU",
-    "download": "needs weights from the Hugging Face Hub",
-    "install": "installs packages, or runs all tests",
-    "server": "runs until it is stopped, or needs a server that runs",
-}
+    "gpu": "needs a CUDA GPU", "download": "needs weights from the Hugging Face Hub",
+    "install": "installs packages, or runs all tests", "server": "runs until it is stopped, or needs a server that runs",
+}  # fmt: skip
 SHOWN = ("", "text", "json", "markdown")
 COMMANDS = ("minirt", "python", "cat", "echo")
 _NOTE = "no --model: this is the embedded model, which tells stories for small children\n"

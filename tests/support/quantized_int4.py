@@ -146,17 +146,14 @@ def _awq(group: int) -> Callable[[list[str]], dict[str, Any]]:
 
 
 STYLES: dict[str, Style] = {
-    "packed 128": Style(packed, _compressed(128), dtype=torch.bfloat16),
-    "packed 32": Style(packed, _compressed(32), 32),
+    "packed 128": Style(packed, _compressed(128), dtype=torch.bfloat16), "packed 32": Style(packed, _compressed(32), 32),
     "packed channel": Style(packed, _compressed(-1), -1, dtype=torch.bfloat16),
-    "packed zeros": Style(packed, _compressed(64, False), 64, False),
-    "gptq 128": Style(gptq, _gptq(128)),
+    "packed zeros": Style(packed, _compressed(64, False), 64, False), "gptq 128": Style(gptq, _gptq(128)),
     "gptq row": Style(gptq, _gptq(-1, desc_act=True), -1),
     "gptq v2": Style(lambda q, symmetric: gptq(q, symmetric, 0), _gptq(64, checkpoint_format="gptq_v2"), 64),
     "gptq zeros": Style(lambda q, symmetric: gptq(q, symmetric, 1), _gptq(128, sym=False), 128, False),
-    "awq 128": Style(awq, _awq(128), 128, False),
-    "awq 64": Style(awq, _awq(64), 64, False),
-}
+    "awq 128": Style(awq, _awq(128), 128, False), "awq 64": Style(awq, _awq(64), 64, False),
+}  # fmt: skip
 
 
 def write(

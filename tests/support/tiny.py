@@ -5,9 +5,8 @@ from pathlib import Path
 
 TEXT = [
     "the quick brown fox jumps over the lazy dog, and the dog sleeps on.",
-    "The capital of France is Paris; what is the capital of Spain?",
-    "".join(chr(i) for i in range(32, 127)) + "\n",
-]
+    "The capital of France is Paris; what is the capital of Spain?", "".join(chr(i) for i in range(32, 127)) + "\n",
+]  # fmt: skip
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"

@@ -75,11 +75,9 @@ def test_a_final_message_is_continued_as_in_transformers(content, template) -> N
 def test_continuing_what_the_template_does_not_write() -> None:
     with pytest.raises(InputError, match="does not show the last message"):
         ours(
-            [{"role": "user", "content": "x"}],
-            "{{ messages[0].role }}",
-            continue_final_message=True,
+            [{"role": "user", "content": "x"}], "{{ messages[0].role }}", continue_final_message=True,
             add_generation_prompt=False,
-        )
+        )  # fmt: skip
     with pytest.raises(InputError, match="excludes add_generation_prompt"):
         ours(CHAT, continue_final_message=True)
 

@@ -33,18 +33,15 @@ def template(source: str, folder: Path = Path("folder")) -> ChatTemplate:
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 TOO_MUCH = {
-    "nested ranges": ENDLESS,
-    "a filtered loop": "{% for i in range(99999) if range(99999) | list | length < 0 %}{% endfor %}",
+    "nested ranges": ENDLESS, "a filtered loop": "{% for i in range(99999) if range(99999) | list | length < 0 %}{% endfor %}",
     "recursive calls": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "one endless operation": "{{ 'a' | center(messages | length) | wordwrap | length }}{{ 10 ** (10 ** 9) }}",
     "a repeated text": "{{ 'a' * 10 ** 10 }}",
     "a doubled text": "{% set n = namespace(s='a') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
     "nested lists": "{% set n = namespace(s=[1]) %}{% for i in range(60) %}{% set n.s = [n.s, n.s] %}{% endfor %}{{ n.s }}",
-    "a wide format": "{{ '%10000000000d' % 1 }}",
-    "a date": "{{ strftime_now('%Y' * 10 ** 7) }}",
-    "a long output": "{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}",
-    "lorem ipsum": "{{ lipsum(10 ** 9) }}",
-}
+    "a wide format": "{{ '%10000000000d' % 1 }}", "a date": "{{ strftime_now('%Y' * 10 ** 7) }}",
+    "a long output": "{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}", "lorem ipsum": "{{ lipsum(10 ** 9) }}",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TOO_MUCH)

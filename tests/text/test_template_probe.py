@@ -28,13 +28,11 @@ def chat() -> list[dict[str, Any]]:
     """A conversation with a call and its result, as clients of OpenAI's API send it."""
     call = {"id": ID, "type": "function", "function": {"name": "rain", "arguments": ARGUMENTS}}
     return [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Rain?"},
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Rain?"},
         {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "Hm."},
-        {"role": "tool", "tool_call_id": ID, "content": "no"},
-        {"role": "assistant", "content": "No.", "tool_calls": []},
+        {"role": "tool", "tool_call_id": ID, "content": "no"}, {"role": "assistant", "content": "No.", "tool_calls": []},
         {"role": "user", "content": "Thanks"},
-    ]
+    ]  # fmt: skip
 
 
 def given(

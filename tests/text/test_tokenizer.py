@@ -27,10 +27,9 @@ TEXTS = [
 ]
 ONE = {"role": "user", "content": "Hi"}
 CHATS = [
-    [ONE],
-    [{"role": "system", "content": "Be brief & <kind>."}, {"role": "user", "content": "你好 👩‍👩‍👧‍👦"}],
+    [ONE], [{"role": "system", "content": "Be brief & <kind>."}, {"role": "user", "content": "你好 👩‍👩‍👧‍👦"}],
     [{"role": "user", "content": " one "}, {"role": "assistant", "content": "two\n"}, {"role": "user", "content": ""}],
-]
+]  # fmt: skip
 
 
 def save(library: HFTokenizer, folder: Path, **tokenizer_config: Any) -> Path:
@@ -87,14 +86,13 @@ def other(model: models.Model, decoder: decoders.Decoder | None) -> HFTokenizer:
 words = ["<unk>", BOS, EOS, "▁", "▁a", "a", "the", "##re", ".", "do", "n't", "##!", "好", "b</w>", "c</w>"]
 WORDS = {word: i for i, word in enumerate(words)}
 KINDS: dict[str, Callable[[], HFTokenizer]] = {
-    "sentencepiece_like": sentencepiece_like,
-    "byte_level": byte_level,
+    "sentencepiece_like": sentencepiece_like, "byte_level": byte_level,
     "metaspace": lambda: other(models.BPE(WORDS, []), decoders.Metaspace()),
     "wordpiece": lambda: other(models.WordPiece(WORDS, unk_token="<unk>"), decoders.WordPiece(cleanup=True)),
     "end_of_word": lambda: other(models.BPE(WORDS, []), decoders.BPEDecoder()),
     "no_decoder": lambda: other(models.BPE(WORDS, []), None),
     "emptying": lambda: other(models.BPE(WORDS, []), decoders.Sequence([decoders.Replace("the", ""), *spaces()])),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -383,15 +381,13 @@ def test_work_per_token_does_not_grow(name: str, tokenizers: dict[str, Tokenizer
 
 # generation_config.json, config.json, the ends that they state, these with the tokenizer's, and the warning.
 ENDS: list[tuple[dict | None, dict, tuple[int, ...], tuple[int, ...], str]] = [
-    ({"eos_token_id": [5, 1, 5]}, {"eos_token_id": 5}, (5, 1), (5, 1), ""),
-    ({"eos_token_id": 1}, {}, (1,), (1,), ""),
+    ({"eos_token_id": [5, 1, 5]}, {"eos_token_id": 5}, (5, 1), (5, 1), ""), ({"eos_token_id": 1}, {}, (1,), (1,), ""),
     ({"eos_token_id": 0}, {}, (0,), (0, 1), "eos_token_id is [0]; 1 ('</s>'), the tokenizer's eos_token, ends a text, too"),
     ({"eos_token_id": [5, 1]}, {"eos_token_id": [1, 9]}, (5, 1), (5, 1), "config.json: the eos_token_id [9] is not used"),
     ({"eos_token_id": None}, {"eos_token_id": [9, 1]}, (9, 1), (9, 1), ""),
     ({"eos_token_id": []}, {"eos_token_id": 9}, (9,), (9, 1), "config.json: eos_token_id is [9]; 1 ('</s>'), the tokenizer's"),
-    (None, {"eos_token_id": None}, (), (1,), ""),
-    ({}, {}, (), (1,), ""),
-]
+    (None, {"eos_token_id": None}, (), (1,), ""), ({}, {}, (), (1,), ""),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("generation", "config", "stated", "expected", "told"), ENDS, ids=range(len(ENDS)))

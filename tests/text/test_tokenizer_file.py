@@ -164,14 +164,11 @@ def without_letters(text: str, letters: str = "Ġz©ð") -> str:
 
 
 PROVEN = {
-    "byte level, NFC": BYTE_LEVEL,
-    "byte fallback": BYTE_FALLBACK,
-    "byte level with holes": without_letters(BYTE_LEVEL),
-    "byte level, NFC, strips": stripping(BYTE_LEVEL),
-    "byte fallback, strips": stripping(BYTE_FALLBACK),
+    "byte level, NFC": BYTE_LEVEL, "byte fallback": BYTE_FALLBACK, "byte level with holes": without_letters(BYTE_LEVEL),
+    "byte level, NFC, strips": stripping(BYTE_LEVEL), "byte fallback, strips": stripping(BYTE_FALLBACK),
     "byte level with holes, strips": changed(without_letters(BYTE_LEVEL), added(id=10**6, content="<strip>", lstrip=True)),
     "embedded": BUILDERS[4](),
-}
+}  # fmt: skip
 # Letters that compose (jamo, Greek with three marks), whitespace, special tokens, bytes that holes drop.
 WORDS = ["a", "the ", "the quick", " ", "\n", "\u3000", "<s>", "<strip>", "z", "é", "好", "👧", "\0", "1", "<0x41>"]
 COMPOSED = ["\u1112\u1161\u11ab", "\u03b1\u0313\u0300\u0345", "e\u0301", "\u212b", "\u0344"]

@@ -48,15 +48,11 @@ class PanicException(BaseException):
 
 
 CALLS: dict[str, Callable[[TokenizersLibrary], Any]] = {
-    "encode_batch_fast": lambda library: library.encode("a", True),
-    "decode": lambda library: library.decode([1], False),
-    "id_to_token": lambda library: library.id_to_token(1),
-    "token_to_id": lambda library: library.token_to_id("a"),
-    "get_vocab": lambda library: library.vocabulary(),
-    "get_added_tokens_decoder": lambda library: library.added_tokens(),
-    "add_special_tokens": lambda library: library.add_special_tokens(["a"]),
-    "decoder": lambda library: library.decoder(),
-}
+    "encode_batch_fast": lambda library: library.encode("a", True), "decode": lambda library: library.decode([1], False),
+    "id_to_token": lambda library: library.id_to_token(1), "token_to_id": lambda library: library.token_to_id("a"),
+    "get_vocab": lambda library: library.vocabulary(), "get_added_tokens_decoder": lambda library: library.added_tokens(),
+    "add_special_tokens": lambda library: library.add_special_tokens(["a"]), "decoder": lambda library: library.decoder(),
+}  # fmt: skip
 
 
 class Failing:
@@ -115,25 +111,20 @@ def test_no_use_of_the_library_goes_past_the_door() -> None:
     for path in (ROOT / "minirt").rglob("*.py"):
         tree = ast.parse(path.read_text())
         imported = {
-            name.split(".")[0]
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Import | ast.ImportFrom)
+            name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)
             for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
-        }
+        }  # fmt: skip
         assert ("tokenizers" in imported) == (path.name == "tokenizers_library.py" and path.parent.name == "text"), path
     tree = ast.parse((ROOT / "minirt" / "text" / "tokenizers_library.py").read_text())
     behind = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "self._call"
+        id(inner) for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "self._call"
         for inner in ast.walk(node.args[0])
-    }
+    }  # fmt: skip
     uses = [
-        node
-        for node in ast.walk(tree)
+        node for node in ast.walk(tree)
         if (isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self._tokenizer", "tokenizers"))
         or (isinstance(node, ast.Name) and node.id == "tokenizers")
-    ]
+    ]  # fmt: skip
     assert len(uses) > 8
     assert not [ast.unparse(node) for node in uses if id(node) not in behind]
     assert {node.attr for node in uses if isinstance(node, ast.Attribute)} >= CALLS.keys()  # the test above calls them all

@@ -79,10 +79,9 @@ class Rules:
         """Raise InputError if the device has no room for one of the lists."""
         bans = self.bans
         sizes = {
-            ("logit_bias", "biases"): len(self.bias),
-            ("bad_words", "tokens that bad_words and min_tokens forbid"): len(bans),
+            ("logit_bias", "biases"): len(self.bias), ("bad_words", "tokens that bad_words and min_tokens forbid"): len(bans),
             ("bad_words", "tokens before the last ones of bad words"): sum(len(prefix) for _, _, prefix in bans),
-        }
+        }  # fmt: skip
         for (option, what), size in sizes.items():
             if size > MOST_ENTRIES:
                 raise InputError(f"too many {what}", where=option, expected=f"at most {MOST_ENTRIES:,}", found=f"{size:,}")

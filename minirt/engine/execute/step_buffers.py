@@ -140,9 +140,7 @@ class StepBuffers:
         logits, row_maxima: those that CUDA graphs write.
     """
 
-    def __init__(
-        self, cache: KVCache, limits: EngineLimits, device: torch.device, vocab_size: int, largest: StepSizes
-    ) -> None:  # fmt: skip
+    def __init__(self, cache: KVCache, limits: EngineLimits, device: torch.device, vocab_size: int, largest: StepSizes) -> None:
         max_seqs, max_tokens, max_draws, row_maxima_tiles, logits_rows = largest
         self._page_size, self._device, self._vocab_size = cache.page_size, device, vocab_size
         self._kernels = None

@@ -69,9 +69,8 @@ def test_every_kernel_holds_its_bound(name, tokens, context):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["qkv", "gate_up.fp8", "down.fp8_blocks", "gemm_down", "gemm_o.fp8", "attention_prefill", "qk_norm_rope_kv_write"],
-)
+    "name", ["qkv", "gate_up.fp8", "down.fp8_blocks", "gemm_down", "gemm_o.fp8", "attention_prefill", "qk_norm_rope_kv_write"],
+)  # fmt: skip
 def test_many_tokens_of_which_some_are_compared(name):
     """More tokens than the kernels for few tokens take, and more rows than are compared with the truth."""
     row = once(point(name, 200, 3, torch.float16))

@@ -71,8 +71,7 @@ def test_events_in_one_piece_each_as_servers_send_them() -> None:
 
 @pytest.mark.parametrize(("data", "body", "keeps_alive"), [
     (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello", b"hello", True),
-    (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", b"", True),
-    (b"HTTP/1.1 204 No Content\r\n\r\n", b"", False),
+    (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", b"", True), (b"HTTP/1.1 204 No Content\r\n\r\n", b"", False),
     (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok", b"ok", True),
     (b"HTTP/1.1 200\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok", b"ok", False),
     (b"HTTP/1.0 200 OK\nContent-Length: 2\n\nok", b"ok", False),
@@ -107,14 +106,10 @@ def test_a_response_that_ends_early_is_an_error(size: int) -> None:
 
 @pytest.mark.parametrize(("data", "message"), [
     (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", "not HTTP: it begins with 'SSH-2.0"),
-    (b"\x16\x03\x01\x02", r"not HTTP: it begins with '\\\\x16"),
-    (b"HTTP/2 200\r\n\r\n", "not HTTP/1.1"),
+    (b"\x16\x03\x01\x02", r"not HTTP: it begins with '\\\\x16"), (b"HTTP/2 200\r\n\r\n", "not HTTP/1.1"),
     (b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n", "content-length '-5'"),
-    (b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\n\r\n", "compressed .gzip."),
-    (HEAD + b"xyz\r\n", "'xyz' is no size"),
-    (HEAD + b"-5\r\n", "'-5' is no size"),
-    (HEAD + b"3\r\nabcd\r\n", "is no size"),
-    (HEAD + b"1" * 99999, "too long"),
+    (b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\n\r\n", "compressed .gzip."), (HEAD + b"xyz\r\n", "'xyz' is no size"),
+    (HEAD + b"-5\r\n", "'-5' is no size"), (HEAD + b"3\r\nabcd\r\n", "is no size"), (HEAD + b"1" * 99999, "too long"),
     (b"HTTP/1.1 200 OK\r\n" + b"a" * 99999, "too long"),
 ])  # fmt: skip
 def test_damage_is_named(data: bytes, message: str) -> None:

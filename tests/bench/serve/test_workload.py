@@ -129,9 +129,8 @@ def test_statistics() -> None:
     values = {
         "ttft": [o.ttft for o in good],
         "tpot": [(o.latency - o.ttft) / (o.output_tokens - 1) for o in good if o.output_tokens > 1],
-        "itl": [itl for o in good for itl in o.itls],
-        "e2el": [o.latency for o in good],
-    }
+        "itl": [itl for o in good for itl in o.itls], "e2el": [o.latency for o in good],
+    }  # fmt: skip
     for name, seconds in values.items():
         ms = np.array(seconds) * 1e3
         assert result[f"mean_{name}_ms"] == pytest.approx(ms.mean())

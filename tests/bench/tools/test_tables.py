@@ -43,9 +43,8 @@ def test_decode_with_gaps():
 
 def test_prefill_with_gaps():
     assert rows(tables.prefill_table(PROMPTS))[2:] == [
-        ["2048 tokens", "–", "–", "48.0", "29.4", "25%", "29.4"],
-        ["8192 tokens", "–", "–", "195.0", "129.9", "25%", "129.0"],
-    ]
+        ["2048 tokens", "–", "–", "48.0", "29.4", "25%", "29.4"], ["8192 tokens", "–", "–", "195.0", "129.9", "25%", "129.0"],
+    ]  # fmt: skip
 
 
 def beside(prompt=(0.1965, 0.1981)):
@@ -209,9 +208,8 @@ def test_layers_take_medians_and_the_largest_error():
     measured += [layer("head", None, None, (None, None), (0.001, 0.002), None)]
     record = {"dtype": "bfloat16", "results": measured, "whole_model": None}
     assert rows(tables.layers_table({"a": record})) == [
-        ["decode, mlp", "200.0", "20.0", "20%", "6.0e-02 / 5.0e-02"],
-        ["decode, head", "–", "–", "–", "1.0e-03 / 2.0e-03"],
-    ]
+        ["decode, mlp", "200.0", "20.0", "20%", "6.0e-02 / 5.0e-02"], ["decode, head", "–", "–", "–", "1.0e-03 / 2.0e-03"],
+    ]  # fmt: skip
 
 
 def kernel(name, tokens, triton, context=None, model="Qwen2.5-7B", lacks=(), **others):
@@ -225,12 +223,10 @@ def kernel(name, tokens, triton, context=None, model="Qwen2.5-7B", lacks=(), **o
 def test_kernels():
     measured = [
         kernel("qkv", 1, 1e-5, eager=3e-5, compiled=0.9e-5, library=0.5e-5, lacks=["library"]),
-        kernel("qkv", 64, 1e-5, eager=1e-5),
-        kernel("qkv", 2048, 1.2345e-3, eager=2e-3),
-        kernel("o", 1, None),
+        kernel("qkv", 64, 1e-5, eager=1e-5), kernel("qkv", 2048, 1.2345e-3, eager=2e-3), kernel("o", 1, None),
         kernel("attention_decode", 64, 2e-5, context=1000, eager=4e-5, library=3e-5),
         kernel("o", 2048, 1e-5, model="Other", eager=0.5e-5),
-    ]
+    ]  # fmt: skip
     first, second = tables.kernels_table({"a": {"results": measured[:3]}, "b": {"results": measured[3:]}}).split("\n\n")
     assert rows(first) == [
         ["`qkv`", "1", "10.0", "< 1%", "3.0 · 0.90 · 0.50\\*", "2,048", "1,234.5", "102%", "1.62 · – · –"],

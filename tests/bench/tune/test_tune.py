@@ -161,14 +161,11 @@ def test_cases_are_of_the_kernels_that_launches_choose(monkeypatch):
             tuned.setdefault(name, []).append((case.bucket.split("K=")[0], case.tokens))
             assert case.family is family
     assert tuned == {
-        "gemv_int4_sm90": [("N=18944 ", 1)],
-        "gemm_int4_small_sm90": [("N=512 ", 1), ("N=18944 ", 8)],
-        "gemm_int4_sm90": [("T=128 N=18944 ", 128), ("T=128 N=512 ", 128)],
-        "gemv_int4": [("N=512 ", 1)],
-        "gemm_int4": [("T=16 N=512 ", 16), ("T=128 N=512 ", 128)],
-        "gemv": [("N=512 ", 1)],
+        "gemv_int4_sm90": [("N=18944 ", 1)], "gemm_int4_small_sm90": [("N=512 ", 1), ("N=18944 ", 8)],
+        "gemm_int4_sm90": [("T=128 N=18944 ", 128), ("T=128 N=512 ", 128)], "gemv_int4": [("N=512 ", 1)],
+        "gemm_int4": [("T=16 N=512 ", 16), ("T=128 N=512 ", 128)], "gemv": [("N=512 ", 1)],
         "gemm_small": [("T=16 N=512 ", 16), ("T=128 N=512 ", 128)],
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("stored", [{}, {"fp8": True}, {"fp8": True, "blocks": True}, {"int4": True}], ids=str)

@@ -34,17 +34,15 @@ def step(lens, new, make, cache, nan, device):
     query_starts = None if set(new) == {1} else torch.tensor(firsts, dtype=torch.int32, device=device)
     a = AttentionInput(
         heads, KVPages(pages.k, pages.v), Sequences(pages.tables, pages.lens, starts, query_starts), Scores(SCALE),
-        nan(sum(new), NQ, D, dtype=torch.float32), Rope(cos_sin, *norms, 1e-5), positions, slots, workspace,
-        most, split=SPLIT,
+        nan(sum(new), NQ, D, dtype=torch.float32), Rope(cos_sin, *norms, 1e-5), positions, slots, workspace, most, split=SPLIT,
     )  # fmt: skip
     return a, q, pages, firsts
 
 
 @pytest.mark.parametrize(
-    ("lens", "new"),
-    [([70, 300, 40, 1, 65], [1, 5, 40, 1, 65]), ([300], [5]), ([33], [33]), ([70, 1, 64, 129], [1, 1, 1, 1])],
+    ("lens", "new"), [([70, 300, 40, 1, 65], [1, 5, 40, 1, 65]), ([300], [5]), ([33], [33]), ([70, 1, 64, 129], [1, 1, 1, 1])],
     ids=["mixed", "chunk", "prompt", "single tokens"],
-)
+)  # fmt: skip
 def test_each_new_token_sees_all_before_it(lens, new, make, cache, nan, agrees, device):
     a, q, pages, firsts = step(lens, new, make, cache, nan, device)
     out = attention(a)

@@ -158,9 +158,7 @@ def test_wrong_arguments_are_named(make, cache, device):
     raises("split_starts: wrong shape", dispatch.paged_attention_decode, q, *rest[:4], starts[:1], *rest[5:])
     raises("split_starts: wrong dtype", dispatch.paged_attention_decode, q, *rest[:4], starts.long(), *rest[5:])
     with pytest.raises(InputError, match="qkv: wrong shape"):
-        dispatch.rope_paged_attention_decode(
-            make(1, 64, dtype=torch.float32), make(200, 64, dtype=torch.float32), *rest, 2
-        )
+        dispatch.rope_paged_attention_decode(make(1, 64, dtype=torch.float32), make(200, 64, dtype=torch.float32), *rest, 2)
     empty = dispatch.paged_attention_decode(
         q[:0], *rest[:2], pages.tables[:0], pages.lens[:0], starts[:1], 0, *rest[6:], split=64
     )

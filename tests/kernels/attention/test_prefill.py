@@ -101,9 +101,7 @@ def check_padding(dtype, make, cache, nan, agrees, device, prefill=dispatch.page
     assert out[74:].isnan().all()
     for start, n, k, v in ((0, 70, pages.keys[0], pages.values[0]), (70, 4, pages.keys[1], pages.values[1])):
         rows = q[start : start + n]
-        usual = reference.paged_attention(
-            rows, pages.clean_k, pages.clean_v, pages.tables[start // 70 :], [n], [len(k)], 0.2
-        )
+        usual = reference.paged_attention(rows, pages.clean_k, pages.clean_v, pages.tables[start // 70 :], [n], [len(k)], 0.2)
         agrees(out[start : start + n], usual, attention64(rows, k, v, 0.2))
 
 
@@ -225,10 +223,7 @@ def test_hopper_takes_long_batches_of_16_bits(monkeypatch):
 def test_same_bits_every_time(make, cache, device):
     pages = cache([1500], 4, 128, 64, torch.bfloat16)
     q, starts = make(1500, 28, 128, dtype=torch.bfloat16), torch.tensor([0, 1500], dtype=torch.int32, device=device)
-    runs = [
-        dispatch.paged_attention_prefill(q, pages.k, pages.v, pages.tables, starts, pages.lens, 0.1)
-        for _ in range(20)
-    ]
+    runs = [dispatch.paged_attention_prefill(q, pages.k, pages.v, pages.tables, starts, pages.lens, 0.1) for _ in range(20)]
     assert all(torch.equal(runs[0], run) for run in runs)
 
 

@@ -191,15 +191,14 @@ def test_wrong_settings_are_named(make, cache, nan, device):
     a = problem(setting, "decode", torch.float32, False, make, cache, nan, device)
     check_decode(a, 6)
     wrong = [
-        (a._replace(gate=a.gate[:, :5]), "gate: wrong shape"),
-        (a._replace(gate=a.gate.half()), "gate: wrong dtype"),
+        (a._replace(gate=a.gate[:, :5]), "gate: wrong shape"), (a._replace(gate=a.gate.half()), "gate: wrong dtype"),
         (a._replace(gate=a.gate.transpose(1, 2).contiguous().transpose(1, 2)), "gate: not contiguous"),
         (a._replace(heads=a.heads.t().contiguous().t()), "qkv: not contiguous"),
         (a._replace(rope=a.rope._replace(q_scales=a.rope.q_scales[1:])), r"q_scales: wrong shape; expected \[257\]"),
         (a._replace(rope=a.rope._replace(cos_sin=make(257, 98, dtype=torch.float32))), "cos_sin: wrong number of rotated"),
         (a._replace(rope=a.rope._replace(cos_sin=make(257, 31, dtype=torch.float32))), "cos_sin: wrong number of rotated"),
         (a._replace(rope=a.rope._replace(cos_sin=make(257, 0, dtype=torch.float32))), "cos_sin: wrong number of rotated"),
-    ]
+    ]  # fmt: skip
     for one, message in wrong:
         with pytest.raises(InputError, match=message):
             check_decode(one, 6)

@@ -286,9 +286,7 @@ def all_attention(calls: Calls) -> None:
             parts = {"workspace": workspace, "max_splits": 2} | scales
             for T, shortest, rest in ((100, 2, parts), (8192, 1, parts), (8192, 1, scales)):
                 q = empty(T, Nq, D)
-                attention.paged_attention_prefill(
-                    q, pages, pages, tables, ints(3), lens, D**-0.5, shortest=shortest, **rest
-                )
+                attention.paged_attention_prefill(q, pages, pages, tables, ints(3), lens, D**-0.5, shortest=shortest, **rest)
             for B in (1, 2):
                 rest = (pages, pages, tables[:B], lens[:B], ints(B + 1), 100, D**-0.5, workspace)
                 heads = empty(B, (Nq + 2 * Nkv) * D)

@@ -465,8 +465,7 @@ def test_wrong_operands_are_named(make, device):
         "max_query_len": 3,
     }  # fmt: skip
     bad = {
-        "qkvz: wrong shape": {"qkvz": x[:, 1:]},
-        "ba: wrong shape": {"ba": ba[:2]},
+        "qkvz: wrong shape": {"qkvz": x[:, 1:]}, "ba: wrong shape": {"ba": ba[:2]},
         "weights.conv: wrong shape": {"weights": w._replace(conv=w.conv[:, 1:])},
         "weights.A_log: wrong dtype": {"weights": w._replace(A_log=w.A_log.double())},
         "state.recurrent: wrong dtype": {"state": state._replace(recurrent=state.recurrent.double())},

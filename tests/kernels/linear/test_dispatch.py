@@ -152,9 +152,7 @@ def test_fp8_weights(T, N, K, dtype, make, nan, agrees, device):
     x, norm_weight, _, bias = inputs(make, T, N, K, dtype)
     weight, scale, _ = quantized(make, N, K)
     workspace = Workspace(device)
-    out = kernel.norm_linear(
-        x, norm_weight, EPS, weight, bias, nan(T, N, dtype=dtype), scale=scale, workspace=workspace
-    )
+    out = kernel.norm_linear(x, norm_weight, EPS, weight, bias, nan(T, N, dtype=dtype), scale=scale, workspace=workspace)
     agrees(out, *linear8(rms_norm_quantize(x, norm_weight, EPS), weight, scale, dtype, bias))
     residual = make(T, N, dtype=dtype)
     expected, truth = linear8(quantize(x), weight, scale, dtype, bias)

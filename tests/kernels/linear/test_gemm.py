@@ -68,10 +68,9 @@ def test_output_in_fp32(config, make, nan, agrees):
 
 @pytest.mark.parametrize("tma", [False, True])
 @pytest.mark.parametrize(
-    ("T", "N", "rest", "sms", "whole"),
-    [(40, 136, 2, 4, 8), (20, 264, 4, 5, 5), (20, 200, 4, 36, 0), (20, 264, 4, 4, 6)],
+    ("T", "N", "rest", "sms", "whole"), [(40, 136, 2, 4, 8), (20, 264, 4, 5, 5), (20, 200, 4, 36, 0), (20, 264, 4, 4, 6)],
     ids=["two-parts", "four-parts", "no-whole-tiles", "too-many-parts"],
-)
+)  # fmt: skip
 def test_last_round_in_parts(T, N, rest, sms, whole, tma, dtype, make, nan, agrees):
     """Also where a part lies past the last column."""
     config = kernel.GemmConfig(16, 32 * rest, 32, 4, 2, tma, rest, sms)

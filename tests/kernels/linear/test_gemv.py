@@ -45,12 +45,7 @@ def expected(x, norm, weight, bias, residual, activation):
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize(("N", "K"), SHAPES)
 def test_any_tiles(N, K, config, fp8, dtype, make, nan, agrees):
-    x, norm, bias, residual = (
-        make(1, K, dtype=dtype),
-        make(K, dtype=dtype),
-        make(N, dtype=dtype),
-        make(1, N, dtype=dtype),
-    )
+    x, norm, bias, residual = (make(1, K, dtype=dtype), make(K, dtype=dtype), make(N, dtype=dtype), make(1, N, dtype=dtype))
     weight, scale = make(N, K, dtype=dtype, scale=K**-0.5), None
     values = weight.double()
     if fp8:
@@ -101,9 +96,7 @@ def test_norm_of_small_and_large_rows(magnitude, make, nan, agrees):
 
 def test_fp8_where_the_gpu_has_none(monkeypatch):
     monkeypatch.setattr(launch, "capability", lambda device: 80)
-    with pytest.raises(
-        UnsupportedError, match=r"no fp8 weights on this GPU; expected compute capability 8\.9.*found 8\.0"
-    ):
+    with pytest.raises(UnsupportedError, match=r"no fp8 weights on this GPU; expected compute capability 8\.9.*found 8\.0"):
         launch.require_fp8(torch.device("cuda"))
     launch.require_fp8(torch.device("cpu"))  # the interpreter
     monkeypatch.setattr(launch, "capability", lambda device: 89)
@@ -124,11 +117,7 @@ def test_fp8_where_the_gpu_has_none(monkeypatch):
 ])  # fmt: skip
 def test_large(N, K, activation, fp8, half_dtype, make, nan, agrees):
     rows = N if activation is None else 2 * N
-    x, norm, weight = (
-        make(1, K, dtype=half_dtype),
-        make(K, dtype=half_dtype),
-        make(rows, K, dtype=half_dtype, scale=K**-0.5),
-    )
+    x, norm, weight = (make(1, K, dtype=half_dtype), make(K, dtype=half_dtype), make(rows, K, dtype=half_dtype, scale=K**-0.5))
     scale, values = None, weight
     if fp8:
         scale = weight.float().abs().amax(1) / 448

@@ -141,9 +141,7 @@ def test_fused_layers(case, dtype, make, nan, agrees, device):
     wide = x.double()
     truth = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * norm.double()) @ exact.T + bias.double()
     for workspace in (None, Workspace(device)):
-        out = dispatch.norm_linear(
-            x, norm, EPS, words, bias, nan(T, 2 * N, dtype=dtype), scale=scale, workspace=workspace
-        )
+        out = dispatch.norm_linear(x, norm, EPS, words, bias, nan(T, 2 * N, dtype=dtype), scale=scale, workspace=workspace)
         agrees(out, reference.linear(h, words, bias, scale), truth)
     out = dispatch.norm_gate_up(x, norm, EPS, words, "silu", nan(T, N, dtype=dtype), bias, scale=scale)
     agrees(out, reference.gated(reference.linear(h, words, bias, scale), "silu"), reference.gated(truth, "silu"))

@@ -21,13 +21,12 @@ from .test_int4 import EPS, expected, four_bits
 # (T, N, K, group, activation, norm, configuration): chunks that the warps do not divide, columns that no chunk fills, rows past
 # the last, more tiles in flight than there are.
 SMALL = [
-    (1, 24, 640, 128, None, True, Int4SmallSm90Config(16, 4, 2)),
-    (1, 19, 456, 32, "silu", True, Int4SmallSm90Config(16, 2, 1)),
+    (1, 24, 640, 128, None, True, Int4SmallSm90Config(16, 4, 2)), (1, 19, 456, 32, "silu", True, Int4SmallSm90Config(16, 2, 1)),
     (5, 40, 1000, 64, None, False, Int4SmallSm90Config(32, 4, 9)),
     (8, 17, 328, 128, "gelu_tanh", False, Int4SmallSm90Config(16, 1, 2)),
     (7, 33, 577, 32, None, False, Int4SmallSm90Config(16, 4, 1, None, 2)),
     (2, 16, 256, 128, None, False, Int4SmallSm90Config(16, 8, 4)),
-]
+]  # fmt: skip
 
 
 def check(kernel, T, N, K, group, activation, normed, config, scale_of_x, dtype, make, nan, agrees, device):
@@ -64,12 +63,10 @@ ONE = [
     (40, 1000, 64, None, False, GemvInt4Sm90Config(1, 2, 2)),
     (17, 328, 128, "gelu_tanh", False, GemvInt4Sm90Config(2, 1, 1, None, True)),
     (33, 577, 32, None, False, GemvInt4Sm90Config(4, 2, 2, None, True)),
-    (16, 256, 128, None, False, GemvInt4Sm90Config(8, 4, 4)),
-    (20, 2000, 128, "silu", True, GemvInt4Sm90Config(2, 4, 2, 112)),
+    (16, 256, 128, None, False, GemvInt4Sm90Config(8, 4, 4)), (20, 2000, 128, "silu", True, GemvInt4Sm90Config(2, 4, 2, 112)),
     (9, 1164, 64, "gelu_tanh", True, GemvInt4Sm90Config(1, 4, 2)),
     (35, 2440, 32, None, False, GemvInt4Sm90Config(2, 4, 4, 128, True)),
-    (16, 1800, 128, None, True, GemvInt4Sm90Config(2, 8, 3, line=True)),
-    (5, 97, 128, None, True, GemvInt4Sm90Config(1, 3, 1)),
+    (16, 1800, 128, None, True, GemvInt4Sm90Config(2, 8, 3, line=True)), (5, 97, 128, None, True, GemvInt4Sm90Config(1, 3, 1)),
 ]  # fmt: skip
 
 

@@ -103,11 +103,10 @@ def test_no_tokens_and_wrong_arguments(make):
     assert mixture_residual(h[:0], logits[:0], gate_up, down, h[:0], 2, True, "silu").shape == (0, 16)
     for words, arguments in (
         ("gate_up", (h, logits, gate_up[:, :-2].contiguous(), down, h, 2, True, "silu")),
-        ("down", (h, logits, gate_up, down[:3], h, 2, True, "silu")),
-        ("top_k", (h, logits, gate_up, down, h, 5, True, "silu")),
+        ("down", (h, logits, gate_up, down[:3], h, 2, True, "silu")), ("top_k", (h, logits, gate_up, down, h, 5, True, "silu")),
         ("activation", (h, logits, gate_up, down, h, 2, True, "relu")),
         ("logits", (h, logits[:1], gate_up, down, h, 2, True, "silu")),
-    ):
+    ):  # fmt: skip
         with pytest.raises(InputError, match=f"^{words}"):
             mixture_residual(*arguments)
     for shared, words in (

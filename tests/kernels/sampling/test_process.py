@@ -33,8 +33,7 @@ def some_rules(V: int, rng: np.random.Generator) -> list[Rules | None]:
     return [
         None, Rules(presence=0.7), Rules(frequency=-1.3), Rules(repetition=1.7), Rules(-2.0, 0.11, 0.3),
         Rules(bias={V - 1: 5.0}), Rules(bias=bias), Rules(allowed=allowed), Rules(bad_words=words),
-        Rules(min_tokens=4, end_ids=(V - 1, 0)),
-        Rules(0.1, 0.2, 1.3, bias, allowed, words, 3, (2,)),
+        Rules(min_tokens=4, end_ids=(V - 1, 0)), Rules(0.1, 0.2, 1.3, bias, allowed, words, 3, (2,)),
     ]  # fmt: skip
 
 

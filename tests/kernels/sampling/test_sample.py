@@ -310,8 +310,7 @@ def test_launches(make, device, monkeypatch):
     logits = make(2, 300, dtype=torch.float32)
     for options, expected in (
         ({"temperature": 0}, "race"), ({}, "race"), ({"min_p": 0.1}, "race check race"),
-        ({"top_p": 0.9}, "race check sum sum collect select race"),
-        ({"top_k": 9}, "race check sum sum collect select race"),
+        ({"top_p": 0.9}, "race check sum sum collect select race"), ({"top_k": 9}, "race check sum sum collect select race"),
         ({"top_k": 9, "top_p": 0.9}, "race check sum sum collect select sum sum collect select race"),
     ):  # fmt: skip
         launched.clear()

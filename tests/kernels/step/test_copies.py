@@ -8,9 +8,8 @@ from minirt.kernels.step import copies, rows
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = {
     "words": [((5, 3, 7), torch.float32), ((5, 4098), torch.float32), ((5, 2), torch.bfloat16), ((5, 1), torch.int64)],
-    "bytes": [((5, 3), torch.bfloat16), ((5, 4097), torch.int8), ((5, 9), torch.float32)],
-    "one": [((2, 1), torch.int32)],
-}
+    "bytes": [((5, 3), torch.bfloat16), ((5, 4097), torch.int8), ((5, 9), torch.float32)], "one": [((2, 1), torch.int32)],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", SHAPES)
