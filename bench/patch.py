@@ -25,9 +25,10 @@ from minirt.bench.measure import Clock, forget_peak_memory, silent
 from minirt.bench.picture import Panel, Series
 from minirt.bench.report import Column, Report, Row, heading, table
 from minirt.bench.summary import summarize
-from minirt.device import peak_memory
-from minirt.errors import InputError, MinirtError, ModelNotFoundError, NumericsError
+from minirt.device import free_memory, peak_memory
+from minirt.errors import InputError, MinirtError, ModelNotFoundError, NumericsError, OutOfMemoryError
 from minirt.patching import PARTS, patch
+from minirt.sizes import format_size
 
 BASELINE = "transformers"
 VARIANTS = (BASELINE, "minirt", "minirt fp8", "liger")
@@ -122,6 +123,11 @@ def build(name: str, random_weights: bool, dtype: torch.dtype, device: torch.dev
         files = find(name, None, need_weights=True).files
         folder = name if files is None else str(files.folder)
         return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval().requires_grad_(False)
+    with torch.device("meta"):
+        size = sum(p.nbytes for p in transformers.AutoModelForCausalLM.from_config(hf_config(name), dtype=dtype).parameters())
+    if size > (free := free_memory(device)):
+        expected, hint = f"at least {format_size(size)}", "use --dtype bfloat16, or a smaller model"
+        raise OutOfMemoryError("the weights do not fit", where=str(device), expected=expected, found=format_size(free), hint=hint)
     with torch.device(device), torch.random.fork_rng(devices=[]):
         model = transformers.AutoModelForCausalLM.from_config(hf_config(name), dtype=dtype).eval().requires_grad_(False)
     generator = torch.Generator(device).manual_seed(seed)

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from minirt import patching
 from minirt.bench import patch as benchmark
 from minirt.cli.bench import bench
-from minirt.errors import NumericsError
+from minirt.errors import NumericsError, OutOfMemoryError
 
 SMALL = ("-p", "16,20", "-b", "1,3", "-c", "8", "-n", "4", "--repeats", "2", "--device", "cpu")
 
@@ -102,6 +102,12 @@ def test_random_weights_are_those_of_the_seed(folder):
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
     assert all(value.float().std() > 0 for name, value in first.items() if "norm" in name or "bias" in name)
+
+
+def test_weights_that_do_not_fit_are_not_made(folder, monkeypatch):
+    monkeypatch.setattr(benchmark, "free_memory", lambda device: 1000)
+    with pytest.raises(OutOfMemoryError, match="cpu: the weights do not fit"):
+        benchmark.build(folder, True, torch.float32, torch.device("cpu"), 0)
 
 
 def test_presets_are_read_by_transformers():
