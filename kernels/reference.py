@@ -1,4 +1,5 @@
-"""The eager PyTorch definition of every kernel except sampling. Eager layers run it; tests and benchmarks compare with it.
+"""The eager PyTorch definition of the operations. Eager layers run it; tests and benchmarks compare with it. Elsewhere are those
+of gated DeltaNet and drafts (`*/*reference.py`), of steps (`step/table.py`) and of sampling (`minirt/engine/execute/`).
 
 Rounding follows Hugging Face transformers: norms normalize in fp32, cast to the activation dtype, then scale; rotary embedding
 rotates halves in the activation dtype; softmax is in fp32.

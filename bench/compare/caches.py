@@ -57,7 +57,7 @@ class PagesView(CacheView):
     cache: LayerKV
 
     def rows(self, batch: Batch) -> list[Tensor]:
-        return [batch.slots] * len(self.cache.tensors())
+        return [batch.slot_mapping] * len(self.cache.tensors())
 
     def clone(self, *, wide: bool = False) -> LayerKV:
         wide = wide and self.cache.k_scale is None
@@ -65,7 +65,7 @@ class PagesView(CacheView):
 
     def written(self, batch: Batch) -> dict[str, Tensor]:
         """K and V of the step's tokens, each [T, Nkv, D], with their scales applied."""
-        cache, slots = self.cache, batch.slots
+        cache, slots = self.cache, batch.slot_mapping
         return {"k": _values(cache.k, cache.k_scale, slots), "v": _values(cache.v, cache.v_scale, slots)}
 
     def read_bytes(self, batch: Batch) -> int:

@@ -23,11 +23,17 @@ from minirt.errors import InputError
 from minirt.kernels.checks import check_activations, check_arguments, check_tensor
 from minirt.kernels.compile.tuning import Family
 from minirt.kernels.launch import Workspace, capability
-from minirt.kernels.linear import gemm as tiled
-from minirt.kernels.linear import gemm_sm90 as sm90
-from minirt.kernels.linear import gemm_small as small
-from minirt.kernels.linear import gemv as vector
-from minirt.kernels.linear import gemv_int4, gemv_int4_sm90, int4, int4_sm90, int4_small_sm90
+from minirt.kernels.linear import (
+    gemm,
+    gemm_sm90,
+    gemm_small,
+    gemv,
+    gemv_int4,
+    gemv_int4_sm90,
+    int4,
+    int4_sm90,
+    int4_small_sm90,
+)
 from minirt.kernels.linear.product import Epilogue, Norm, Product, RowMaxima
 from minirt.kernels.norm import rms_norm, rms_norm_quantize
 from minirt.kernels.quantize import quantize
@@ -60,7 +66,7 @@ def _of(launch: Callable[..., None], family: Family[Any], first: int, last: int 
 
 # The first regime that covers the tokens, declares the weight's format and accepts the product computes it. Those of one token
 # also compute the norm; with more tokens, kernels before the product normalize and quantize x (`_prepared`).
-_SM90 = 65  # from this many tokens on, `gemm_sm90` is faster than `gemm_small`
+_GEMM_SM90_TOKENS = 65  # from this many tokens on, `gemm_sm90` is faster than `gemm_small`
 _FP8 = ("fp8", "fp8_blocks")
 _INT4 = ("int4", "int4_fp32")
 REGIMES = (
@@ -86,27 +92,29 @@ REGIMES = (
         "gemm_unpacked", "tokens", int4.MAX_TOKENS + 1, launch=lambda product: int4.gemm_unpacked(product, launch),
         limits=Limits(_INT4), sums=SumOrder("steps", splits=True, by_tokens=True),
     ),
-    _of(vector.gemv, vector.FAMILY, 1, 1, limits=Limits(("fp16", "fp32", *_FP8), norm=True), sums=SumOrder("threads")),
+    _of(gemv.gemv, gemv.FAMILY, 1, 1, limits=Limits(("fp16", "fp32", *_FP8), norm=True), sums=SumOrder("threads")),
     _of(
-        sm90.gemm_sm90, sm90.FAMILY, _SM90, capability=90, accepts=sm90.accepts, variant=sm90.token_regime,
-        padded=sm90.padded_tokens, row_maxima_tiles=sm90.row_maxima_tiles, fetches_early=True,
+        gemm_sm90.gemm_sm90, gemm_sm90.FAMILY, _GEMM_SM90_TOKENS, capability=90, accepts=gemm_sm90.accepts,
+        variant=gemm_sm90.token_regime, padded=gemm_sm90.padded_tokens, row_maxima_tiles=gemm_sm90.row_maxima_tiles,
+        fetches_early=True,
         limits=Limits(("fp16", *_FP8), row_maxima=True, alignment=16),
         sums=SumOrder("steps", splits=True, by_tokens=True, accumulator="fp32 steps"),
     ),
     _of(
-        small.gemm_small, small.FAMILY, 2, small.MAX_TOKENS, variant=small.token_block, padded=small.token_block,
-        row_maxima_tiles=small.row_maxima_tiles, limits=Limits(("fp16", "fp32", *_FP8), row_maxima=True),
+        gemm_small.gemm_small, gemm_small.FAMILY, 2, gemm_small.MAX_TOKENS, variant=gemm_small.token_block,
+        padded=gemm_small.token_block, row_maxima_tiles=gemm_small.row_maxima_tiles,
+        limits=Limits(("fp16", "fp32", *_FP8), row_maxima=True),
         sums=SumOrder("steps", splits=True, by_tokens=True, accumulator="fp32 steps"),
     ),
     _of(
-        tiled.gemm, tiled.FAMILY, small.MAX_TOKENS + 1, variant=tiled.token_regime, limits=Limits(("fp16", "fp32", *_FP8)),
+        gemm.gemm, gemm.FAMILY, gemm_small.MAX_TOKENS + 1, variant=gemm.token_regime, limits=Limits(("fp16", "fp32", *_FP8)),
         sums=SumOrder("steps", accumulator="fp32 steps"),
     ),
 )  # fmt: skip
 # Steps in which the norm (or quantization) before a product triggers before it waits. With few tokens, the product's programs
 # are then placed on SMs earlier. Programs of `gemm_sm90`, one for each SM, start to fetch weights. In other steps, the
 # product's programs would crowd onto the SMs that become idle first.
-EARLY = (Regime("few tokens", "tokens", 1, 32), Regime("gemm_sm90", "tokens", _SM90, 256, capability=90))
+EARLY = (Regime("few tokens", "tokens", 1, 32), Regime("gemm_sm90", "tokens", _GEMM_SM90_TOKENS, 256, capability=90))
 
 CASES = [
     {"T": T, "N": N, "K": K}

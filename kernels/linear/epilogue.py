@@ -93,7 +93,7 @@ def finish(acc, acc_up, rows, x_scale, residual, ep):
 
 @triton.jit
 def store_packed_maxima(top, row, t, T, ep, tile):
-    """Store row maxima of a tile with the weight rows that they are of, as `filters.pack` does. row -1: NaN, the largest."""
+    """Store row maxima of a tile with the weight rows that they are of, as `argmax.pack` does. row -1: NaN, the largest."""
     packed = pack(tl.where(row < 0, MAX_INT, sortable(top)), tl.maximum(row, 0))
     tl.store(ep.row_maxima + tile + t.to(tl.int64) * ep.row_maxima_stride, packed, mask=t < T)
 

@@ -138,7 +138,7 @@ def _draw_kernel(table_ptr, slots_ptr, best_ptr, names_ptr, out, number, SPLITS,
     page = tl.load(row_ptr + C.PAGE_TABLES + position // C.PAGE_SIZE, mask=goes_on, other=0).to(tl.int64)
     tl.store(out.tokens + b, tl.where(goes_on, draft, 0).to(tl.int64))
     tl.store(out.positions + b, tl.where(goes_on, position, 0).to(tl.int64))
-    tl.store(out.slots + b, tl.where(goes_on, page * C.PAGE_SIZE + position % C.PAGE_SIZE, -1))
+    tl.store(out.slot_mapping + b, tl.where(goes_on, page * C.PAGE_SIZE + position % C.PAGE_SIZE, -1))
     tl.store(out.seq_lens + b, tl.where(goes_on, position + 1, 0))
     splits = tl.zeros([C.BLOCK], tl.int32)  # of the sequences before, and this one
     for at in range(0, b + 1, C.BLOCK):

@@ -32,14 +32,14 @@ class DraftTokens(NamedTuple):
     """The input of a further pass: one row for each of B sequences. A sequence without a further draft is padding.
 
     Args:
-        tokens, positions, slots: [B] int64; `slots`: page · page_size + offset, −1 for padding.
+        tokens, positions, slot_mapping: [B] int64; `slot_mapping`: page · page_size + offset, −1 for padding.
         seq_lens: [B] int32, 0 for padding.
         split_starts: [B + 1] int32, as in `StepTensors`.
     """
 
     tokens: Tensor
     positions: Tensor
-    slots: Tensor
+    slot_mapping: Tensor
     seq_lens: Tensor
     split_starts: Tensor
 
@@ -99,7 +99,7 @@ def draw(
     goes_on, position = live & (room > number), (cached + number - 1).long()
     page = words[row, columns.page_tables + position // page_size].long()
     out.tokens[:], out.positions[:] = drafts * goes_on, position * goes_on
-    out.slots[:] = torch.where(goes_on, page * page_size + position % page_size, -1)
+    out.slot_mapping[:] = torch.where(goes_on, page * page_size + position % page_size, -1)
     out.seq_lens[:] = (position + 1) * goes_on
     out.split_starts[0] = 0
     out.split_starts[1:] = (-(-out.seq_lens // kv_split)).cumsum(0)

@@ -131,7 +131,7 @@ def _pad(out, settings, first_token, first_logits, first_draw, T, R, Q, part, pa
         token = at + index
         tl.store(out.tokens + token, 0, mask=token < T)
         tl.store(out.positions + token, 0, mask=token < T)
-        tl.store(out.slots + token, -1, mask=token < T)
+        tl.store(out.slot_mapping + token, -1, mask=token < T)
     for at in range(first_logits + part * C.BLOCK, R, parts * C.BLOCK):
         row = at + index
         tl.store(out.logits_indices + row, tl.minimum(row, T - 1), mask=row < R)
@@ -184,7 +184,7 @@ def _derive_rest(table_ptr, rows, out, settings, b, B, T, R, Q, part, parts, C):
             token = tl.where(going_on, following, given)
             tl.store(out.tokens + to, token, mask=inside)
             tl.store(out.positions + to, position, mask=inside)
-            tl.store(out.slots + to, page.to(tl.int64) * C.PAGE_SIZE + position % C.PAGE_SIZE, mask=inside)
+            tl.store(out.slot_mapping + to, page.to(tl.int64) * C.PAGE_SIZE + position % C.PAGE_SIZE, mask=inside)
             if C.HISTORY:
                 tl.store(row_ptr + C.TOKENS + position, token, mask=inside)
         if part == 0:
@@ -194,7 +194,7 @@ def _derive_rest(table_ptr, rows, out, settings, b, B, T, R, Q, part, parts, C):
             if C.ONE_TOKEN:
                 tl.store(out.tokens + b, 0, mask=count == 0)
                 tl.store(out.positions + b, 0, mask=count == 0)
-                tl.store(out.slots + b, -1, mask=count == 0)
+                tl.store(out.slot_mapping + b, -1, mask=count == 0)
             for at in range(0, logits, C.BLOCK):
                 offset = at + index
                 token = tl.minimum(last - tl.minimum(logits, count) + offset, last - 1)

@@ -92,7 +92,8 @@ class StepTensors(NamedTuple):
     """The input of a step's layers and of its sampler: T tokens of B sequences, R rows of logits, Q draws.
 
     Args:
-        tokens, positions, slots: [T] int64; `slots`: page · page_size + offset of each token's K and V; −1 for padding.
+        tokens, positions: [T] int64.
+        slot_mapping: [T] int64, page · page_size + offset of each token's K and V; −1 for padding.
         query_starts: [B + 1] int32, the first token of each sequence; last, the number of tokens that are no padding; with one
             token each, B.
         seq_lens: [B] int32, cached tokens after the step; 0 for padding.
@@ -109,7 +110,7 @@ class StepTensors(NamedTuple):
 
     tokens: Tensor
     positions: Tensor
-    slots: Tensor
+    slot_mapping: Tensor
     query_starts: Tensor
     seq_lens: Tensor
     split_starts: Tensor
@@ -183,7 +184,7 @@ def derive(
         np.copyto(to.block_tables[group, :, : inside.shape[1]], pages, where=inside)
     if one_token and valid.all() and T == R == B and settings is None:  # as in most steps of a CPU
         page = words[slots, columns.page_tables + start // page_size].astype(np.int64)
-        to.positions[:], to.slots[:] = start, page * page_size + start % page_size
+        to.positions[:], to.slot_mapping[:] = start, page * page_size + start % page_size
         to.tokens[:], to.logits_indices[:] = head[:, NEXT_TOKENS], first
         if not going_on.all():
             to.tokens[~going_on] = given[: B - np.count_nonzero(going_on)]
@@ -193,10 +194,10 @@ def derive(
     # Tokens.
     b, offset = _expanded(count)
     if len(b) < T:
-        to.tokens[:], to.positions[:], to.slots[:] = 0, 0, -1
+        to.tokens[:], to.positions[:], to.slot_mapping[:] = 0, 0, -1
     position, row, slot = start[b] + offset, first[b] + offset, slots[b]
     page = words[slot, columns.page_tables + position // page_size].astype(np.int64)
-    to.positions[row], to.slots[row] = position, page * page_size + position % page_size
+    to.positions[row], to.slot_mapping[row] = position, page * page_size + position % page_size
     to.tokens[row] = head[b, NEXT_TOKENS + np.minimum(offset, columns.drafts)]
     known = ~going_on[b]
     if known.any():

@@ -19,7 +19,7 @@ from minirt.step.kv_cache import LayerKV, PagesSpec
 
 
 class Attention(Layer):
-    """x + post_norm(o(gate · attention(rope(qk_norm(qkv(norm(x))))))), x [T, H]; new K and V go to the pages at batch.slots.
+    """x + post_norm(o(gate · attention(rope(qk_norm(qkv(norm(x))))))), x [T, H]; new K and V go to batch.slot_mapping.
 
     Grouped queries: Ainslie et al. 2023; rotary embedding: Su et al. 2021; QK-norm as in Qwen3 (per head, before rope); gate: Qiu
     et al. 2025. Q, K and V are packed in one matrix, in this order. What of this a layer has, `settings` say.
@@ -113,8 +113,8 @@ def eager(layer: Attention) -> Forward:
         qk = reference.rope(qk, None if layer.cos_sin is None else layer.cos_sin[batch.positions])
         scales = None if layer.query_scales is None else layer.query_scales[batch.positions]
         q, k = reference.rope(qk[:, :nq], None, scales), qk[:, nq:]
-        reference.write_kv(k, kv.k, batch.slots, kv.k_scale)
-        reference.write_kv(v, kv.v, batch.slots, kv.v_scale)
+        reference.write_kv(k, kv.k, batch.slot_mapping, kv.k_scale)
+        reference.write_kv(v, kv.v, batch.slot_mapping, kv.v_scale)
         a = reference.paged_attention(
             q, kv.k, kv.v, batch.block_tables, batch.query_lens, batch.seq_lens, settings.scale, kv.k_scale, kv.v_scale,
             settings.window,
@@ -174,7 +174,7 @@ def triton(layer: Attention) -> Forward:
         sequences = Sequences(batch.block_tables, batch.seq_lens_device, batch.split_starts_device, query_starts)
         a = attention(AttentionInput(
             qkv, kv, sequences, scores, qkv.new_empty(len(qkv), nq, d),
-            Rope(cos_sin, q_norm, k_norm, eps, normalize, query_scales), batch.positions, batch.slots, workspace,
+            Rope(cos_sin, q_norm, k_norm, eps, normalize, query_scales), batch.positions, batch.slot_mapping, workspace,
             batch.max_splits, batch.max_seq_len, batch.max_query_len, pdl=pdl, gate=gate, side=side,
         )).view(-1, nq * d)  # fmt: skip
         if post_norm is None:

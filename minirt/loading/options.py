@@ -14,7 +14,7 @@ from minirt.settings import Integer, Number, Settings, documented, setting, sett
 from minirt.sizes import parse_size
 
 if TYPE_CHECKING:
-    from minirt.engine.execute.runner import Proposer
+    from minirt.engine.proposer import Proposer
     from minirt.layers import Layer
     from minirt.modeling.config import ModelConfig
     from minirt.modeling.formats import Quantization

@@ -85,7 +85,7 @@ class DraftModelProposer:
         count, lens = len(kept), tuple(out.seq_lens[kept].tolist())
         splits = [-(-length // KV_SPLIT) for length in lens]
         starts = torch.tensor([0, *accumulate(splits)], dtype=torch.int32, device=kept.device)
-        drafts = DraftTokens(out.tokens[kept], out.positions[kept], out.slots[kept], out.seq_lens[kept], starts)
+        drafts = DraftTokens(out.tokens[kept], out.positions[kept], out.slot_mapping[kept], out.seq_lens[kept], starts)
         hidden = None if step.taps is None else step.taps[kept]
         slots, tables = step.seq_slots[kept], step.block_tables[kept]
         return self._pass(drafts, slots, tables, lens, max(lens), sum(splits), hidden=hidden, count=count)
@@ -106,7 +106,7 @@ class DraftModelProposer:
         """A pass with one row of each sequence."""
         device = out.tokens.device
         return Batch(
-            out.tokens, out.positions, out.slots, torch.arange(count, device=device),
+            out.tokens, out.positions, out.slot_mapping, torch.arange(count, device=device),
             torch.arange(count + 1, dtype=torch.int32, device=device), out.seq_lens, out.split_starts, seq_slots, block_tables,
             (1,) * count, lens, longest, splits, every_row=True, taps=self._states(count), hidden=hidden,
         )  # fmt: skip

@@ -16,7 +16,7 @@ from minirt.step.batch import Batch
 from minirt.step.kv_cache import KVCache
 
 if TYPE_CHECKING:
-    from minirt.engine.execute.runner import Proposer
+    from minirt.engine.proposer import Proposer
     from minirt.modeling.model import Model
 
 

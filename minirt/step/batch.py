@@ -38,7 +38,7 @@ class Batch:
     Attributes:
         input_ids: [T] int64.
         positions: [T] int64.
-        slots: [T] int64, page · page_size + offset of each token's K and V; −1: padding, not stored.
+        slot_mapping: [T] int64, page · page_size + offset of each token's K and V; −1: padding, not stored.
         logits_indices: [R] int64, the rows that need logits, which `Select` keeps. May be empty.
         query_starts_device: [B + 1] int32, the first row of each sequence; last, the number of tokens that are no padding.
         seq_lens_device: [B] int32, number of cached tokens, including the new ones; 0 for padding.
@@ -60,7 +60,7 @@ class Batch:
 
     input_ids: Tensor
     positions: Tensor
-    slots: Tensor
+    slot_mapping: Tensor
     logits_indices: Tensor
     query_starts_device: Tensor
     seq_lens_device: Tensor
@@ -131,8 +131,8 @@ class Batch:
     ) -> "Batch":  # fmt: skip
         """The batch of a step's tensors, as `derive` fills them."""
         return cls(
-            step.tokens, step.positions, step.slots, step.logits_indices, step.query_starts, step.seq_lens, step.split_starts,
-            step.seq_slots, step.block_tables[0], query_lens, seq_lens, max_seq_len, max_splits, every_row,
+            step.tokens, step.positions, step.slot_mapping, step.logits_indices, step.query_starts, step.seq_lens,
+            step.split_starts, step.seq_slots, step.block_tables[0], query_lens, seq_lens, max_seq_len, max_splits, every_row,
             snapshots=step.snapshots,
         )  # fmt: skip
 

@@ -34,7 +34,7 @@ class Noisy:
 
     def __call__(self, batch, cache):
         pages = cache.layers[0].k.view(-1)
-        pages[batch.slots] = batch.input_ids.float()
+        pages[batch.slot_mapping] = batch.input_ids.float()
         self.steps.append((len(batch.query_lens), batch.num_tokens))
         rows = []
         for i, count in enumerate(batch.query_lens):

@@ -31,7 +31,7 @@ class Mock:
 
     def __call__(self, batch, cache):
         pages = cache.layers[0].k.view(-1)
-        pages[batch.slots] = batch.input_ids.float()
+        pages[batch.slot_mapping] = batch.input_ids.float()
         self.tokens_per_step.append(batch.num_tokens)
         rows = []
         for i, (start, count) in enumerate(zip(batch.query_starts, batch.query_lens, strict=True)):

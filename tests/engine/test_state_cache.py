@@ -52,7 +52,7 @@ class Recurrent:
 
     def __call__(self, batch, cache):
         pages, state = cache.layers[0][0].k.view(-1), cache.layers[0][1]
-        pages[batch.slots] = batch.input_ids.float()
+        pages[batch.slot_mapping] = batch.input_ids.float()
         self.tokens_per_step.append(batch.num_tokens)
         rows, slots = [], batch.seq_slots.tolist()
         snapshots = batch.snapshots.tolist()

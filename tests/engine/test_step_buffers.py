@@ -80,7 +80,7 @@ def test_a_plan_becomes_the_batch_of_its_chunks(following, padding):
     step, built = derived(own, plan, 7 + more_tokens, 4 + more_seqs, 3 + more_logits), Batch.build(CHUNKS, PAGE)
     for name, wanted in (("tokens", built.input_ids), ("positions", built.positions), ("slots", built.slots)):
         assert torch.equal(getattr(step, name)[:7], wanted), name
-    assert step.slots[7:].tolist() == [-1] * more_tokens
+    assert step.slot_mapping[7:].tolist() == [-1] * more_tokens
     assert torch.equal(step.query_starts[:5], built.query_starts_device)
     assert torch.equal(step.seq_lens, torch.cat((built.seq_lens_device, torch.zeros(more_seqs, dtype=torch.int32))))
     assert torch.equal(step.split_starts[:5], built.split_starts_device)
@@ -100,7 +100,7 @@ def test_one_token_for_each_sequence_is_in_its_row():
     step = derived(own, plan, 8, 8, 8, one_token=True)
     assert step.tokens.tolist() == [4, 6] + [0] * 6
     assert step.seq_lens.tolist() == [301, 32] + [0] * 6
-    assert step.slots.tolist() == [38 * PAGE + 12, 2 * PAGE + 15] + [-1] * 6
+    assert step.slot_mapping.tolist() == [38 * PAGE + 12, 2 * PAGE + 15] + [-1] * 6
     assert step.logits_indices.tolist() == list(range(8))
     for tensor in step:
         assert tensor.data_ptr() % 16 == 0, "kernels are compiled for aligned tensors"

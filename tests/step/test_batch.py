@@ -15,7 +15,7 @@ def test_a_mixed_batch():
     assert batch.seq_slots.tolist() == [6, -1, 2]
     assert batch.input_ids.tolist() == [7, 8, 9, 4, 1, 2]
     assert batch.positions.tolist() == [14, 15, 16, 300, 0, 1]
-    assert batch.slots.tolist() == [3 * 16 + 14, 3 * 16 + 15, 5 * 16, 38 * 16 + 12, 9 * 16, 9 * 16 + 1]
+    assert batch.slot_mapping.tolist() == [3 * 16 + 14, 3 * 16 + 15, 5 * 16, 38 * 16 + 12, 9 * 16, 9 * 16 + 1]
     assert batch.logits_indices.tolist() == [2, 3]
     assert batch.query_starts_device.tolist() == [0, 3, 4, 6]
     assert batch.seq_lens_device.tolist() == [17, 301, 2]
@@ -32,7 +32,7 @@ def test_a_chunk_over_scattered_pages(start, count):
     batch = Batch.build([Chunk([1], 40, [50, 51, 52]), Chunk(list(range(count)), start, pages)], PAGE)
     positions = list(range(start, start + count))
     assert batch.positions[1:].tolist() == positions
-    assert batch.slots.tolist() == [52 * PAGE + 8] + [pages[p // PAGE] * PAGE + p % PAGE for p in positions]
+    assert batch.slot_mapping.tolist() == [52 * PAGE + 8] + [pages[p // PAGE] * PAGE + p % PAGE for p in positions]
 
 
 def test_every_row():

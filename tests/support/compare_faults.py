@@ -90,7 +90,7 @@ def stray(layer):
 
     def straying(x, batch, kv):
         out = forward(x, batch, kv)
-        kv.v.flatten(0, 1)[int(batch.slots[-1]) ^ 1, 0, 0] = 0.5
+        kv.v.flatten(0, 1)[int(batch.slot_mapping[-1]) ^ 1, 0, 0] = 0.5
         return out
 
     return straying

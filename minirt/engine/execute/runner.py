@@ -204,7 +204,8 @@ class Runner:
             if self.waits:
                 starts = step.query_starts.tolist()
                 counts, tokens = [end - start for start, end in pairwise(starts)], starts[-1]
-                step = step._replace(tokens=step.tokens[:tokens], positions=step.positions[:tokens], slots=step.slots[:tokens])
+                names = "tokens", "positions", "slot_mapping"
+                step = step._replace(**{name: getattr(step, name)[:tokens] for name in names})
             if logits == tokens:  # with next tokens, the device may have fewer, and then rows of logits are not without gaps
                 exact = (planned.starts >= 0) | (planned.num_tokens == 1)
                 every_row = bool((exact & (planned.num_logits == planned.num_tokens)).all())

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _MOST_VIEWS = 512
 _NUM_ROWS = 5  # of `Rows`, beside the tokens
 _HEAD = 4  # words of a message before them: number of edits, whether logits are needed, whether `commit_greedy` is
-_INT64 = "tokens", "positions", "slots", "logits_indices", "draw_rows"  # of `StepTensors`; the others are int32
+_INT64 = "tokens", "positions", "slot_mapping", "logits_indices", "draw_rows"  # of `StepTensors`; the others are int32
 
 
 def _sizes(tokens: int, seqs: int, logits: int, draws: int) -> tuple[int, ...]:

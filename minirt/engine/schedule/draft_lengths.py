@@ -94,7 +94,7 @@ class DraftLengths:
             counts, tokens: [N] and [N, 1 + drafts], what it yields.
             proposed: [N, 2 + drafts]: `report` of `kernels/step/table.py`.
         Raises:
-            EngineError: the proposer breaks its protocol (`Proposer` in `engine/execute/runner.py`).
+            EngineError: the proposer breaks its protocol (`Proposer` in `engine/proposer.py`).
         """
         host, most = self._slots, self._drafts.shape[1]
         self._check(counts, proposed)

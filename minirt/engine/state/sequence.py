@@ -40,7 +40,7 @@ class Sequence:
         self.leads = False  # whether the others of its group wait until its prompt is computed
         self.rank = (0, -1)  # its priority and its place among all arrivals
         self.size = 0  # tokens to compute when it began to wait: those that were not in the prefix cache
-        self.due = 0  # `Scheduler.clock` from which no other one is admitted if this one, the first by rank, does not fit
+        self.due = 0  # if it is first and does not fit, others may pass it until `Scheduler.clock` has reached this
         self.blocked_at = -1  # `PageAllocator.num_changes` when it did not fit
         self.num_prefilled = 0  # of the first `prefill_len` tokens: those that are cached, or computed by a step that was started
         self.prefill_len = 0  # tokens known at the admission

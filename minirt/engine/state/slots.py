@@ -76,17 +76,18 @@ class HostSlots:
 
     Attributes:
         sequences: the sequence in each slot; None: the slot is free.
-        epochs: number of sequences that have left the slot, by which a step in flight sees that it has changed hands.
+        epochs: number of sequences that have left the slot. A step that has another value was planned for an earlier one.
         tokens, times: [S, L], each token that the host knows, and the `time.perf_counter` at which a generated one was known.
             Like `page_tables`, they take memory for the tokens of running sequences, and for SHORT tokens of each other slot.
         lengths: number of these tokens.
-        steps, unread: number of started steps that yield tokens which the host has not read; the most tokens that these yield.
+        steps: number of steps in flight that yield tokens, which the host has not read.
+        unread: the most tokens that these yield.
         prompt_lens, final_lens: tokens of the prompt, and of the sequence at its end.
         page_tables, num_pages: [S, P] KV pages, and their number.
         num_sent: number of pages that the device knows; −1: it does not know the sequence.
         num_registered: number of pages that are in the prefix cache; `NEVER`: none ever will be.
         num_drafted, num_accepted: drafts that were verified, and that were right.
-        quiet_until: length up to which it neither ends nor needs a page, by the scheduler.
+        quiet_until: up to this length it needs no page and cannot reach its end.
         flags, num_top, rules_until: what its draws need (`engine/plan.py`).
         ends: [S, E] token ids that end it, −1 where it has fewer.
         watched: whether Python handles each of its tokens (`Sequence.watched`).

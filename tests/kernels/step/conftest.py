@@ -20,7 +20,7 @@ def garbage():
 
         settings = SamplingBatch(*(filled(Q, dtype=dtype) for dtype in DTYPES))
         return StepTensors(
-            tokens=long(T), positions=long(T), slots=long(T), query_starts=filled(B + 1), seq_lens=filled(B),
+            tokens=long(T), positions=long(T), slot_mapping=long(T), query_starts=filled(B + 1), seq_lens=filled(B),
             split_starts=filled(B + 1), seq_slots=filled(B), snapshots=filled(0),
             block_tables=filled(columns.groups, B, columns.pages), logits_indices=long(R), draw_rows=long(Q),
             draw_slots=filled(Q), draw_logprobs=filled(Q), draw_drafts=filled(Q),

@@ -229,7 +229,7 @@ def test_no_sequence(garbage, device):
     out, settings = garbage(columns, 0, 3, 2, 2, device=device)
     kernels.derive(words, columns, rows, out, settings, 4, 8, one_token=False)
     kernels.commit(words, columns, rows, out.seq_lens, out.draw_rows, out.block_tables[0, :, :3])
-    assert (out.query_starts.tolist(), out.split_starts.tolist(), out.slots.tolist()) == ([0], [0], [-1] * 3)
+    assert (out.query_starts.tolist(), out.split_starts.tolist(), out.slot_mapping.tolist()) == ([0], [0], [-1] * 3)
     assert (out.logits_indices.tolist(), out.draw_slots.tolist()) == ([0, 1], [-1, -1])
     assert bool((words == 7).all())
 
@@ -277,7 +277,7 @@ def test_one_token_each(garbage):
     table.derive(words, columns, rows, out, settings, 4, 8, one_token=True)
     assert out.tokens.tolist() == [22, 0, 33, 44, 0]
     assert out.positions.tolist() == [8, 0, 4, 4, 0]
-    assert out.slots.tolist() == [88, -1, 124, 44, -1]
+    assert out.slot_mapping.tolist() == [88, -1, 124, 44, -1]
     assert out.query_starts.tolist() == [0, 1, 2, 3, 4]
     assert out.seq_lens.tolist() == [9, 0, 5, 5]
     assert out.split_starts.tolist() == [0, 2, 2, 3, 4]
