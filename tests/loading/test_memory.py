@@ -54,7 +54,7 @@ def free(monkeypatch):
 
 @pytest.fixture
 def measure(monkeypatch):
-    return lambda needed: monkeypatch.setattr("minirt.engine.execute.runner.measure_step_bytes", needed)
+    return lambda needed: monkeypatch.setattr("minirt.engine.warmup.warm_up.measure_step_bytes", needed)
 
 
 def plan(step, *, device=GPU, model=None, **options):
