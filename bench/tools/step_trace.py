@@ -9,7 +9,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "design" / "step.md"
 STEP = 15  # which of the steps is shown: one that changes no page table
 _ARITHMETIC = ("layers/", "modeling/", "kernels/")

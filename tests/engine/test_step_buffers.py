@@ -78,7 +78,7 @@ def test_a_plan_becomes_the_batch_of_its_chunks(following, padding):
     edits_in_messages(own, plan)
     more_tokens, more_seqs, more_logits = padding
     step, built = derived(own, plan, 7 + more_tokens, 4 + more_seqs, 3 + more_logits), Batch.build(CHUNKS, PAGE)
-    for name, wanted in (("tokens", built.input_ids), ("positions", built.positions), ("slots", built.slots)):
+    for name, wanted in (("tokens", built.input_ids), ("positions", built.positions), ("slot_mapping", built.slot_mapping)):
         assert torch.equal(getattr(step, name)[:7], wanted), name
     assert step.slot_mapping[7:].tolist() == [-1] * more_tokens
     assert torch.equal(step.query_starts[:5], built.query_starts_device)
