@@ -49,13 +49,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Without a GPU, those that need one are skipped, and of a test that runs kernels in the interpreter, which takes long, all
-    but two cases are exhaustive: those whose names have the lowest checksums, so values are mixed and the choice stays."""
+    but one case of kernels and two of layers are exhaustive: those whose names have the lowest checksums, so the choice stays."""
     counts = Counter[Any]()
     for item in sorted(items, key=lambda item: zlib.crc32(item.name.encode())) if INTERPRETED else ():
         folder, name = item.path.relative_to(ROOT / "tests").parts[0], f"{item.path.name}::{item.name}"
         if (folder == "kernels" and "make" in item.fixturenames) or (folder == "layers" and "triton" in name):
             counts[item.function] += 1
-            if counts[item.function] > 2:
+            if counts[item.function] > (1 if folder == "kernels" else 2):
                 item.add_marker(pytest.mark.exhaustive)
     if not torch.cuda.is_available():
         for item in items:
