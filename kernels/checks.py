@@ -89,14 +89,14 @@ def tensor_checker(declaration: Declaration) -> Callable[[Values], dict[str, int
                 raise InputError("only one of both is given", where=f"{name}, {other}", expected="both or none")
         sizes, device = {name: values[name] for name in numbers}, values[first].device
         for tensor in tensors:
-            name, optional, axes, ndim, more, rules, like, dtypes, strides = tensor
+            name, optional, axes, ndim, further_axes, rules, like, dtypes, strides = tensor
             x = values.get(name)
             if x is None:
                 if optional:
                     continue
                 raise InputError("missing", where=name, expected="a tensor")
             shape, before = x.shape, len(sizes)
-            fits = len(shape) == ndim or (more and len(shape) > ndim)
+            fits = len(shape) == ndim or (further_axes and len(shape) > ndim)
             for axis, n in zip(axes, shape):  # noqa: B905  (strict takes time)
                 if axis.__class__ is str:
                     fits = sizes.setdefault(axis, n) == n and fits
@@ -125,7 +125,7 @@ class _Compiled(NamedTuple):
     """A tensor of a declaration, as `tensor_checker` needs it.
 
     Attributes:
-        axes: see `compiled_axis`. `ndim`: how many; `more`: there may be more.
+        axes: see `compiled_axis`. `ndim`: how many; `further_axes`: whether others may follow.
         rules: axes whose size is limited.
         like: an argument whose dtype is allowed. `dtypes`: see `compiled_dtypes`; None: the operation's `check` looks at the
             dtype, the device and the strides.
@@ -135,7 +135,7 @@ class _Compiled(NamedTuple):
     optional: bool
     axes: list[str | CodeType | None]
     ndim: int
-    more: bool
+    further_axes: bool
     rules: list[tuple[str, Size]]
     like: str | None
     dtypes: Callable[[Values], tuple[torch.dtype, ...]] | None
@@ -146,7 +146,7 @@ def _compiled(argument: Argument) -> _Compiled:
     axes = [axis.partition(": ") for axis in argument.axes or ()]
     like = argument.type.removeprefix("of ") if argument.type.startswith("of ") else ""
     return _Compiled(
-        argument.name, argument.optional, [compiled_axis(axis) for axis, _, _ in axes], len(axes), argument.more,
+        argument.name, argument.optional, [compiled_axis(axis) for axis, _, _ in axes], len(axes), argument.further_axes,
         [(axis, SIZES[rule]) for axis, _, rule in axes if rule], None if " or fp8" in like else like.partition(" ")[0] or None,
         None if argument.type == "any dtype" else compiled_dtypes(argument.type), argument.strides,
     )  # fmt: skip
@@ -155,7 +155,7 @@ def _compiled(argument: Argument) -> _Compiled:
 def _wrong_shape(tensor: _Compiled, x: Tensor, sizes: dict[str, int]) -> InputError:
     """`sizes`: known before this tensor."""
     known = [sizes.get(axis, "any") if isinstance(axis, str) else size(axis, sizes) for axis in tensor.axes]
-    expected = ", ".join([*("any" if n is None else str(n) for n in known), *["..."][: tensor.more]])
+    expected = ", ".join([*("any" if n is None else str(n) for n in known), *["..."][: tensor.further_axes]])
     return InputError("wrong shape", where=tensor.name, expected=f"[{expected}]", found=list(x.shape))
 
 
@@ -261,8 +261,8 @@ def check_mixture(
     _check_weight("down", down, "down_scale", down_scale, (E, H), h, inter)
     _check_weight("gate_up", gate_up, "gate_up_scale", gate_up_scale, (E, 2 * inter), h, H, True)
     if gate_up_scale is not None and down_scale is not None and gate_up_scale.ndim != down_scale.ndim:
-        found = f"{list(gate_up_scale.shape)}, {list(down_scale.shape)}"
-        raise InputError("both scales are of rows or of blocks", where="gate_up_scale, down_scale", found=found)
+        shapes = f"{list(gate_up_scale.shape)}, {list(down_scale.shape)}"
+        raise InputError("both scales are of rows or of blocks", where="gate_up_scale, down_scale", found=shapes)
 
 
 def _check_weight(

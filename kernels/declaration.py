@@ -10,9 +10,9 @@ by name. The type of a tensor is its axes, its dtype and its strides:
     [K: norm]            a size that a rule of `checks.SIZES` limits
     [any]  [N, ...]      any size; any axes after the first
     activations          bf16, fp16 or fp32
-    of x                 x's dtype
+    of x                 the dtype of the argument x
     fp32 fp8 int32 …     this dtype; of x or fp32: one of both. A result in fp8 needs a GPU with FP8
-    of x or fp8 with s   fp8 if the argument `s` is given, else x's dtype
+    of x or fp8 with s   fp8 if the argument `s` is given, else the dtype of x
     any dtype            the operation's `check` says which
     rows apart           only the last axis must be contiguous; any strides: none must; without: all must
     together with s      both are given, or neither
@@ -34,7 +34,7 @@ class Argument(NamedTuple):
     """An argument or result, as its text says.
 
     Attributes:
-        axes: of a tensor; None: another value. `more`: any axes may follow.
+        axes: of a tensor; None: another value. `further_axes`: any axes may follow.
         type: a tensor's dtype as in the text, or the type of another value.
         strides: "rows apart", "any strides", or "": contiguous.
         together: the argument that must be given if, and only if, this one is.
@@ -46,7 +46,7 @@ class Argument(NamedTuple):
     type: str
     optional: bool = False
     written: bool = False
-    more: bool = False
+    further_axes: bool = False
     strides: str = ""
     together: str | None = None
     default: str | None = None

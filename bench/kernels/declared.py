@@ -22,7 +22,7 @@ def sizes_of(step: Step) -> Sizes:
 
 def is_declared(operation: Operation, sizes: Sizes) -> bool:
     """Whether `inputs` can make an operation's arguments of these sizes."""
-    unknown = any(argument.more or argument.type == "any dtype" for argument in operation.declaration.arguments)
+    unknown = any(argument.further_axes or argument.type == "any dtype" for argument in operation.declaration.arguments)
     return operation.no_op is None and not unknown and _axes(operation) <= set(sizes)
 
 

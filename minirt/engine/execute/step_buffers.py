@@ -100,7 +100,7 @@ class StepView(NamedTuple):
     Args:
         tensors: the input of the layers, and what the step has for each draw. `settings`: of the draws.
         rows: the sequences, in the step's message.
-        result: [B, 2 + drafts], from `commit`. `report`: [B, 2 + drafts], the drafts for the next step.
+        result: [B, 2 + drafts], from `commit`.
         operands: table, rows, tensors, settings, result and report for the functions of the table; on a CPU as arrays.
     """
 
@@ -108,7 +108,6 @@ class StepView(NamedTuple):
     settings: SamplingBatch
     rows: Rows
     result: Tensor
-    report: Tensor
     operands: Any
 
 
@@ -237,7 +236,7 @@ class StepBuffers:
         operands = _Operands(self.table, rows, tensors, settings, result, report)
         if self._kernels is None:
             operands = _Operands(*(eager.arrays(part) if isinstance(part, tuple) else part.numpy() for part in operands))
-        return StepView(tensors, settings, rows, result, report, operands)
+        return StepView(tensors, settings, rows, result, operands)
 
     def prepare(self, view: StepView, *, one_token: bool, settings: bool = True) -> None:
         """Apply the message's edits to the table, and derive the input of the step.
