@@ -25,7 +25,6 @@ from minirt.engine.plan import plan_step
 from minirt.engine.proposer import Proposer
 from minirt.engine.request import DraftStats, EngineStats, Request, TokenOutput
 from minirt.engine.request_checks import RequestChecks
-from minirt.engine.schedule.draft_lengths import DraftLengths
 from minirt.engine.schedule.prefix_cache import PrefixCacheStats
 from minirt.engine.schedule.scheduler import Scheduler, Work
 from minirt.engine.schedule.step_times import OnlineStepTimes
@@ -85,17 +84,17 @@ class Engine:
                 expected, undoable = f"{1 + proposer.max_drafts} tokens of a step", f"{cache.undoable} in recurrent layers"
                 raise UnsupportedError(what, where="speculative", expected=expected, found=undoable)
             limits = replace(limits, max_drafts=proposer.max_drafts, keeps_history=proposer.needs_history)
-        self._scheduler = Scheduler(cache, limits, options.prefix_cache)
+        self._scheduler = Scheduler(cache, limits, vocab_size, prefix_cache=options.prefix_cache)
         self.checks = RequestChecks(vocab_size, self._scheduler, constraints)
         self._runner = Runner(
             model, cache, device, replace(limits, max_model_len=self.max_len), vocab_size=vocab_size,
             cuda_graphs=options.cuda_graphs, proposer=proposer, adaptive_drafts=options.adaptive_drafts,
         )  # fmt: skip
         self._lookahead = int(not self._runner.waits) if options.lookahead is None else options.lookahead
+        self._drafts, self._adaptive_drafts = self._scheduler.draft_lengths, options.adaptive_drafts
         learns = options.adaptive_drafts and limits.max_drafts and device.type != "cuda"  # a GPU's are measured at warm-up
-        self._step_times, self._adaptive_drafts = OnlineStepTimes() if learns else None, options.adaptive_drafts
-        self._drafts = DraftLengths(limits, self._scheduler.slots, self._step_times, vocab_size) if limits.max_drafts else None
-        self._scheduler.draft_lengths = self._drafts
+        self._step_times = OnlineStepTimes() if learns else None
+        self._scheduler.use_times(step_times=self._step_times)
         self._in_flight: deque[tuple[Step, Work]] = deque()
         self._requests: dict[int, Sequence] = {}
         self._constraints = constraints
@@ -165,9 +164,8 @@ class Engine:
         """Compile every kernel and capture every CUDA graph that a step can need. Without this, it happens at first use."""
         from minirt.engine.warmup.warm_up import warm_up
 
-        self._scheduler.prompt_time, step_times = warm_up(self._runner, progress)
-        if self._drafts is not None and self._adaptive_drafts and step_times is not None:
-            self._drafts.times = step_times
+        prompt_time, step_times = warm_up(self._runner, progress)
+        self._scheduler.use_times(prompt_time, step_times if self._adaptive_drafts else None)
 
     def add(self, request: Request) -> None:
         """Queue a request that has passed `checks`."""
@@ -281,7 +279,6 @@ class Engine:
         try:
             step = self._runner.start(plan)
             if step is None:
-                self._scheduler.starting = work
                 self._fill_masks(work, outputs, deliver)
                 step = self._runner.draw()
         except Exception as error:  # only its text is kept: its traceback refers to the step's activations

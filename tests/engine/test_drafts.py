@@ -188,7 +188,8 @@ def test_rows_of_logits_are_bounded():
 def lengths(count=8, most=4, times=None):
     slots = HostSlots(EngineLimits(64, count, max_drafts=most), 16)
     slots.final_lens[:], slots.lengths[:] = 60, 10
-    own = DraftLengths(EngineLimits(64, count, max_drafts=most), slots, times, VOCAB)
+    own = DraftLengths(EngineLimits(64, count, max_drafts=most), slots, VOCAB)
+    own.times = times
     return own, slots
 
 

@@ -232,16 +232,16 @@ def test_the_queue_of_waiting_sequences():
     for arrival in range(6_000):
         sequence = Sequence(Request(draw.randrange(400), [1], greedy(1)), 2)
         if sequence.id not in model:  # ids are used again
-            sequence.rank, sequence.size = (draw.choice((0, 0, 3, -2**70)), arrival), draw.randrange(100)
+            sequence.arrival_rank, sequence.size = (draw.choice((0, 0, 3, -2**70)), arrival), draw.randrange(100)
             model[sequence.id] = sequence
             queue.add(sequence)
         if draw.random() < 0.4:
             queue.remove(model.pop(draw.choice(list(model))))
         queue.remove(Sequence(Request(draw.randrange(400), [1], greedy(1)), 2))  # one with an id in use, but another sequence
         if model and draw.random() < 0.1:
-            smallest = min(model.values(), key=lambda own: (own.rank[0], own.size.bit_length(), own.rank[1]))
+            smallest = min(model.values(), key=lambda own: (own.arrival_rank[0], own.size.bit_length(), own.arrival_rank[1]))
             assert queue.smallest() is smallest
-            assert queue.oldest() is min(model.values(), key=lambda own: own.rank)
+            assert queue.oldest() is min(model.values(), key=lambda own: own.arrival_rank)
             queue.remove(model.pop(smallest.id))
             left.append(smallest)
             if draw.random() < 0.5:  # it was preempted
@@ -259,7 +259,7 @@ def test_prompts_leave_time_to_those_that_decode(context_s):
     the whole budget, and the tokens are the same."""
     it, _ = engine(pages=400, seqs=6, budget=256, length=400, prefix_cache=False)
     it._scheduler.limits = replace(it._scheduler.limits, max_step_ms=20.0)
-    it._scheduler.prompt_time = PromptTime(1e-3, context_s)
+    it._scheduler.use_times(PromptTime(1e-3, context_s))
     watched, plans, inner = Watched(it), [], it._runner.start
     it._runner.start = lambda plan: plans.append(plan) or inner(plan)
     watched.add([60, 61], 60)
@@ -283,7 +283,7 @@ def test_prompts_leave_time_to_those_that_decode(context_s):
 def test_alone_prompts_have_the_whole_budget():
     it, _ = engine(pages=400, seqs=6, budget=256, length=400)
     it._scheduler.limits = replace(it._scheduler.limits, max_step_ms=1e-9)
-    it._scheduler.prompt_time = PromptTime(1e-3)
+    it._scheduler.use_times(PromptTime(1e-3))
     watched, sizes, inner = Watched(it), [], it._runner.start
     it._runner.start = lambda plan: sizes.append(plan.sequences.total_tokens) or inner(plan)
     watched.add([60] * 300, 4)
@@ -302,7 +302,7 @@ class Prompts:
 
     def __init__(self, budget, pages, seqs=8, length=40_100):
         cache = KVCache([PagesSpec(1, 1)], pages, page_size=PAGE)
-        self.it = Scheduler(cache, EngineLimits(length, seqs, budget), prefix_cache=False)
+        self.it = Scheduler(cache, EngineLimits(length, seqs, budget), 1, prefix_cache=False)
         self.steps, self.ends, self.stays = [], {}, {}
 
     def add(self, request_id, tokens, priority=0, new=1):

@@ -70,8 +70,7 @@ class Collector:
                     outputs += self._tell(sequence, new[:count], reason, result, work, row)
         if deliver is not None and outputs:  # a thread that waits for them takes as long to wake up as the rest takes here
             deliver(outputs)
-        slots.steps[drawing] -= 1
-        slots.unread[drawing] -= draws
+        slots.read(drawing, draws)
         self._scheduler.register(drawing[reasons != Reason.NO_TOKEN])
         for place, sequence, chunk in work.prompts:
             if not chunk.num_draws and same[place] and sequence.slot >= 0:

@@ -25,16 +25,18 @@ class DraftLengths:
     """The drafts of all slots that the host has read.
 
     Args:
+        vocab_size: number of token ids.
+
+    Attributes:
         times: None: each step verifies as many drafts as it can.
-        vocab: number of token ids.
     """
 
-    def __init__(self, limits: EngineLimits, slots: HostSlots, times: GraphTimes | OnlineStepTimes | None, vocab: int) -> None:
+    def __init__(self, limits: EngineLimits, slots: HostSlots, vocab_size: int) -> None:
         count, most = limits.max_num_seqs, limits.max_drafts
-        self.times: GraphTimes | OnlineStepTimes | None = times
+        self.times: GraphTimes | OnlineStepTimes | None = None
         self._slots, self._sizes = slots, draft_sizes(most)
         self._epochs, self._counts = np.full(count, -1, np.int64), np.zeros(count, np.int64)
-        self._drafts, self._vocab = np.zeros((count, most), np.int32), vocab
+        self._drafts, self._vocab = np.zeros((count, most), np.int32), vocab_size
         self._right, self._trials = np.zeros(count), np.zeros(count)
         self._num_drafts = self._num_proposals = 0
         self._verified, self._accepted = np.zeros(most, np.int64), np.zeros(most, np.int64)  # by position

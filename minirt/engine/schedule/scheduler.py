@@ -21,7 +21,7 @@ from minirt.engine.limits import MAX_SHARING, EngineLimits
 from minirt.engine.schedule.draft_lengths import DraftLengths
 from minirt.engine.schedule.prefix_cache import NO_HIT, Hit, PrefixCache
 from minirt.engine.schedule.state_cache import StatePrefixCache
-from minirt.engine.schedule.step_times import PromptTime
+from minirt.engine.schedule.step_times import GraphTimes, OnlineStepTimes, PromptTime
 from minirt.engine.state.sequence import Sequence
 from minirt.engine.state.slots import NEVER, HostSlots
 from minirt.errors import ContextLengthError
@@ -99,11 +99,11 @@ class _Room(NamedTuple):
         return _Room._make(map(operator.sub, self, other))
 
 
-_age, _size = operator.attrgetter("rank"), operator.attrgetter("size_rank")
+_by_arrival, _by_size = operator.attrgetter("arrival_rank"), operator.attrgetter("size_rank")
 
 
 class WaitingQueue:
-    """Sequences by their `rank` and by their `size_rank`. Adding one costs O(log n), removing any O(1) amortized.
+    """Sequences by their `arrival_rank` and by their `size_rank`. Adding one costs O(log n), removing any O(1) amortized.
 
     A removed sequence stays in a heap until it comes first, or until half of the heap is such entries.
     """
@@ -120,11 +120,11 @@ class WaitingQueue:
 
     def add(self, sequence: Sequence) -> None:
         self._sequences[sequence.id] = sequence
-        for heap, rank in zip(self._heaps, (_age, _size), strict=True):
+        for heap, rank in zip(self._heaps, (_by_arrival, _by_size), strict=True):
             heapq.heappush(heap, (rank(sequence), sequence))
 
     def oldest(self) -> Sequence:
-        """The sequence with the lowest `rank`. The queue must not be empty."""
+        """The sequence with the lowest `arrival_rank`. The queue must not be empty."""
         return self._first(self._heaps[0])
 
     def smallest(self) -> Sequence:
@@ -142,7 +142,7 @@ class WaitingQueue:
         if sequence not in self:
             return
         del self._sequences[sequence.id]
-        for heap, rank in zip(self._heaps, (_age, _size), strict=True):
+        for heap, rank in zip(self._heaps, (_by_arrival, _by_size), strict=True):
             if len(heap) > 2 * len(self._sequences) + 16:
                 heap[:] = [(rank(waiting), waiting) for waiting in self._sequences.values()]
                 heapq.heapify(heap)
@@ -161,11 +161,18 @@ class Scheduler:
     the highest priority value is preempted, the youngest of several.
 
     Args:
+        vocab_size: number of token ids.
         prefix_cache: whether sequences with the same beginning share pages. If there are recurrent layers, it needs snapshots of
             their states.
+
+    Attributes:
+        slots: what the host knows of the running sequences.
+        waiting, running: the sequences; those that run by id, in the order of admission.
+        draft_lengths: None: there are no drafts.
+        clock: number of tokens of all steps.
     """
 
-    def __init__(self, cache: KVCache, limits: EngineLimits, prefix_cache: bool = True) -> None:
+    def __init__(self, cache: KVCache, limits: EngineLimits, vocab_size: int, *, prefix_cache: bool = True) -> None:
         self._cache, self.limits = cache, limits
         self.prefix_cache: PrefixCache | None = None
         self._states: StatePrefixCache | None = None  # the prefix cache, if there are recurrent layers
@@ -180,17 +187,17 @@ class Scheduler:
         self._limit = "--max-model-len" if limits.max_model_len <= cache.capacity else "--kv-cache-memory"
         self._most_rows = limits.max_logits_rows
         self._most_splits = MAX_SHARING * (cache.capacity // KV_SPLIT)  # see `max_splits`
-        self.prompt_time: PromptTime | None = None  # None: steps have no limit of time
-        self.draft_lengths: DraftLengths | None = None  # None: there are no drafts
-        self.clock = self._num_arrivals = self.num_preemptions = 0  # the clock: number of tokens of all steps
+        self._prompt_time: PromptTime | None = None  # None: steps have no limit of time
+        self.clock = self._num_arrivals = self.num_preemptions = 0
         self._clear()
         self.slots = HostSlots(replace(limits, max_model_len=self.max_len), cache.pages_for(self.max_len))
+        self.draft_lengths = DraftLengths(limits, self.slots, vocab_size) if limits.max_drafts else None
 
     def _clear(self) -> None:
         """Nothing waits, runs or is pinned."""
-        self.starting: Work | None = None  # a step whose layers run, before `started`
+        self._starting: Work | None = None  # a step that was scheduled, before `started` or `failed`
         self.waiting = WaitingQueue()
-        self.running: dict[int, Sequence] = {}  # by id, in the order of admission
+        self.running: dict[int, Sequence] = {}
         self._prefilling: dict[int, Sequence] = {}  # those whose known tokens are not computed yet
         self._decoding: dict[int, Sequence] = {}  # those that go on, by slot, in the order in which they began to
         self._decoding_slots: np.ndarray | None = None  # their slots as an array; None: to be made
@@ -198,6 +205,12 @@ class Scheduler:
         self._followers: dict[int | None, OrderedDict[int, Sequence]] = {}  # by group: those that wait for the one that leads
         self._pinned: set[int] = set()  # pages of pinned prompts, which lower `max_len`
         self.max_len = min(self.limits.max_model_len, self._cache.capacity)
+
+    def use_times(self, prompt_time: PromptTime | None = None, step_times: GraphTimes | OnlineStepTimes | None = None) -> None:
+        """Go by these times of steps from now on. None: as before."""
+        self._prompt_time = prompt_time or self._prompt_time
+        if self.draft_lengths is not None and step_times is not None:
+            self.draft_lengths.times = step_times
 
     def check_length(self, tokens: int, new: int = 1) -> None:
         """Raise ContextLengthError if a prompt of this many tokens can never fit, with room for `new` tokens, 1 or 0."""
@@ -211,7 +224,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence whose length has been checked."""
-        sequence.rank, sequence.added_at = (sequence.request.priority, self._num_arrivals), time.perf_counter()
+        sequence.arrival_rank, sequence.added_at = (sequence.request.priority, self._num_arrivals), time.perf_counter()
         self._num_arrivals += 1
         if sequence.group in self._followers:
             self._followers[sequence.group][sequence.id] = sequence
@@ -266,7 +279,7 @@ class Scheduler:
         take all that they yield. A step in flight computes the next token. With drafts, a state can go back to any token of its
         last step, but not behind its beginning.
         """
-        slot, starting = sequence.slot, self.starting
+        slot, starting = sequence.slot, self._starting
         unread = int(self.slots.steps[slot])
         if starting is not None:
             unread += int(((starting.planned.slots == slot) & (starting.epochs == self.slots.epochs[slot])).sum())
@@ -320,7 +333,7 @@ class Scheduler:
         going_on, chunks = len(slots), dict[Sequence, PromptChunk]()
         used = going_on if self.draft_lengths is None else int(counts.sum())
         if used < limit and (self._prefilling or self.waiting):
-            limited = going_on and self.prompt_time is not None and self.limits.max_step_ms
+            limited = going_on and self._prompt_time is not None and self.limits.max_step_ms
             seconds = self.limits.max_step_ms / 1e3 if limited else _ANY_TIME
             splits = self._most_splits - (int(_splits(lens).sum()) if going_on else 0)
             room = _Room(limit - used, rows - used + going_on, splits, seconds)
@@ -344,7 +357,8 @@ class Scheduler:
         snapshots: tuple[Snapshot, ...] = ()
         if self._states is not None and chunks:
             snapshots = self._states.snapshots([prompt[:2] for prompt in prompts], [chunk.stop for chunk in chunks.values()])
-        return Work(planned, self.slots.epochs[planned.slots], prompts, copies, snapshots)
+        self._starting = Work(planned, self.slots.epochs[planned.slots], prompts, copies, snapshots)
+        return self._starting
 
     def _schedule_prompts(self, room: _Room, admits: bool) -> dict[Sequence, PromptChunk]:
         """The prompts of the next step, of sequences that are admitted already, and of waiting ones if `admits`.
@@ -354,21 +368,17 @@ class Scheduler:
         """
         chunks = dict[Sequence, PromptChunk]()
         first = part = room if len(self._prefilling) + len(self.waiting) == 1 else room.half()
-        for rank, waiting in ((_age, self.waiting.oldest), (_size, self.waiting.smallest)):
+        for rank, waiting in ((_by_arrival, self.waiting.oldest), (_by_size, self.waiting.smallest)):
             prompts = self._prefilling.values()
             rest = (prompt for prompt in prompts if prompt not in chunks or chunks[prompt].stop < prompt.prefill_len)
             pending = sorted(rest, key=rank, reverse=True)
-            enters = admits and bool(self.waiting)
-            if enters:  # others may pass the oldest if it fits, or is not due
-                oldest = self.waiting.oldest()
-                enters = self.clock < oldest.due or self._fitting(oldest, part.splits) is not None
+            enters = admits and bool(self.waiting) and self._may_pass(self.waiting.oldest(), part)
             while part.tokens > 0:
                 enters = enters and bool(self.waiting) and len(self.running) < self.limits.max_num_seqs and part.rows > 0
                 if enters and (not pending or rank(waiting()) < rank(pending[-1])):
                     sequence, least = waiting(), 1
                     in_time = not chunks or self._in_time(0, part.tokens, part.seconds)
-                    hit = self._fitting(sequence, part.splits) if in_time else None
-                    if hit is None:
+                    if not in_time or (hit := self._fitting(sequence, part.splits)) is None:
                         enters = False
                         continue
                     self._admit(sequence, hit)
@@ -385,16 +395,20 @@ class Scheduler:
             part = part.plus(room).less(first)
         return chunks
 
+    def _may_pass(self, oldest: Sequence, room: _Room) -> bool:
+        """Whether sequences may be admitted before the oldest: it fits, too, or is not due yet."""
+        return self.clock < oldest.due or self._fitting(oldest, room.splits) is not None
+
     def _taken(self, chunk: PromptChunk) -> _Room:
         """What a prompt takes of a step's room."""
-        seconds = 0.0 if self.prompt_time is None else self.prompt_time.seconds(chunk.start, chunk.num_tokens)
+        seconds = 0.0 if self._prompt_time is None else self._prompt_time.seconds(chunk.start, chunk.num_tokens)
         return _Room(chunk.num_tokens, max(0, chunk.num_logits - 1), _splits(chunk.stop), seconds)
 
     def _in_time(self, start: int, budget: int, seconds: float) -> int:
         """Number of a prompt's tokens, the first at position `start`, that a step computes in `seconds`, at most `budget`."""
-        if self.prompt_time is None:
+        if self._prompt_time is None:
             return budget
-        tokens = self.prompt_time.tokens(start, seconds)
+        tokens = self._prompt_time.tokens(start, seconds)
         if tokens >= budget or tokens < _PROMPT_TILE:
             return min(tokens, budget)
         return tokens // _PROMPT_TILE * _PROMPT_TILE
@@ -405,7 +419,7 @@ class Scheduler:
         Args:
             rows: of logits, for drafts.
         """
-        host, size = self.slots, self._cache.page_size
+        host = self.slots
         if not self._decoding:
             return NO_TOKENS, NO_TOKENS, NO_TOKENS
         if self._decoding_slots is None:
@@ -427,7 +441,7 @@ class Scheduler:
         counts = np.minimum(counts, budget - (counts.cumsum() - counts))
         runs = counts > 0
         slots, counts, final = slots[runs], counts[runs], final[runs]
-        if self.limits.max_drafts:
+        if self.draft_lengths is not None:
             self._return_pages(slots)
         plain = np.minimum(plain[runs], final)
         lens = np.minimum(plain - 1 + counts, final)
@@ -435,6 +449,21 @@ class Scheduler:
             for i, count in enumerate(_splits(lens).tolist()):
                 counts[i] *= count <= splits
                 splits -= count * (count <= splits)
+        self._reserve_pages(slots, counts, plain, lens)
+        host.quiet_until[slots] = np.minimum(final - 1, host.num_pages[slots] * self._cache.page_size)
+        kept = counts > 0
+        if self._decoding_slots is None:  # some were preempted
+            kept &= [host.sequences[slot] is not None for slot in slots.tolist()]
+        return slots[kept], counts[kept], lens[kept]
+
+    def _reserve_pages(self, slots: np.ndarray, counts: np.ndarray, plain: np.ndarray, lens: np.ndarray) -> None:
+        """Reserve pages for slots that go on, [B] each; those for next tokens may preempt others, those for drafts none.
+
+        Args:
+            counts: new tokens; 0 afterwards: it waits, 1: its drafts have no pages.
+            plain, lens: cached tokens, without drafts and with them.
+        """
+        host, size = self.slots, self._cache.page_size
         for i in ((counts > 0) & (plain > host.num_pages[slots] * size)).nonzero()[0].tolist():
             slot = int(slots[i])
             sequence = host.sequences[slot]
@@ -442,17 +471,12 @@ class Scheduler:
                 if host.unread[slot] > host.steps[slot]:  # it waits until the host knows how many of its drafts are right
                     counts[i] = 0
                     break
-                self._preempt(max(self.running.values(), key=_age))
-        if self.limits.max_drafts:  # drafts preempt nobody
+                self._preempt(max(self.running.values(), key=_by_arrival))
+        if self.draft_lengths is not None:
             for i in ((counts > 0) & (lens > host.num_pages[slots] * size)).nonzero()[0].tolist():
                 sequence = host.sequences[int(slots[i])]
                 if sequence is not None and not self._reserve(sequence, int(lens[i])):
                     counts[i], lens[i] = 1, plain[i]
-        host.quiet_until[slots] = np.minimum(final - 1, host.num_pages[slots] * size)
-        kept = counts > 0
-        if self._decoding_slots is None:  # some were preempted
-            kept &= [host.sequences[slot] is not None for slot in slots.tolist()]
-        return slots[kept], counts[kept], lens[kept]
 
     def _chunk(self, sequence: Sequence, room: _Room, least: int = 0) -> PromptChunk | None:
         """What a step computes of a sequence's known tokens within a room; None: nothing.
@@ -476,7 +500,7 @@ class Scheduler:
     def started(self, work: Work) -> None:
         """A step with these sequences was started."""
         host, slots = self.slots, work.planned.slots
-        self.starting, self.clock, self._steps_since = None, self.clock + work.planned.total_tokens, self._steps_since + 1
+        self._starting, self.clock, self._steps_since = None, self.clock + work.planned.total_tokens, self._steps_since + 1
         if self._steps_since >= self._until_larger:
             self._limit_tokens, self._steps_since = min(2 * self._limit_tokens, self.limits.max_num_batched_tokens), 0
         if self._states is not None:
@@ -485,8 +509,7 @@ class Scheduler:
             host.num_sent[slot] = host.num_pages[slot]
             host.unsent.remove(slot)
         if going_on := len(slots) - len(work.prompts):
-            host.steps[slots[:going_on]] += 1
-            host.unread[slots[:going_on]] += work.planned.num_draws[:going_on]
+            host.queued(slots[:going_on], work.planned.num_draws[:going_on])
         for _, sequence, chunk in work.prompts:
             if sequence.slot < 0:  # it has ended while the step was being started
                 continue
@@ -498,15 +521,14 @@ class Scheduler:
                 self._prefilling.pop(sequence.id, None)
                 if chunk.num_draws:
                     self._decoding[chunk.slot], self._decoding_slots = sequence, None
-                    host.steps[chunk.slot] += 1
-                    host.unread[chunk.slot] += chunk.num_draws
+                    host.queued(chunk.slot, chunk.num_draws)
 
     def failed(self, work: Work) -> None:
         """A step with these sequences did not start, because memory ran out in the middle of its layers.
 
         States may have changed by then, and pages only what the next try writes again. So sequences with states begin again.
         """
-        self.starting = None
+        self._starting = None
         if self._states is not None:
             self._states.failed()
         if self._cache.has_states:

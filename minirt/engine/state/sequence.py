@@ -38,7 +38,7 @@ class Sequence:
         self.slot = -1  # its row of the table of slots while it runs; −1: none
         self.slots: HostSlots | None = None  # the arrays with this row; None: it does not run
         self.leads = False  # whether the others of its group wait until its prompt is computed
-        self.rank = (0, -1)  # its priority and its place among all arrivals
+        self.arrival_rank = (0, -1)  # its priority and its place among all arrivals
         self.size = 0  # tokens to compute when it began to wait: those that were not in the prefix cache
         self.due = 0  # if it is first and does not fit, others may pass it until `Scheduler.clock` has reached this
         self.blocked_at = -1  # `PageAllocator.num_changes` when it did not fit
@@ -98,7 +98,8 @@ class Sequence:
         (Prompts of about the same length, which often have the same beginning, go one after the other.)
         """
         left = self.size if self.slot < 0 else self.prefill_len - self.num_prefilled
-        return self.rank[0], left.bit_length(), self.rank[1]
+        priority, arrival = self.arrival_rank
+        return priority, left.bit_length(), arrival
 
     @property
     def unscored(self) -> int:

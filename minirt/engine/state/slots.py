@@ -77,21 +77,33 @@ class HostSlots:
     Attributes:
         sequences: the sequence in each slot; None: the slot is free.
         epochs: number of sequences that have left the slot. A step that has another value was planned for an earlier one.
+
+    Written by `admit`, once for a sequence:
+        prompt_lens, final_lens: tokens of the prompt, and of the sequence at its end.
+        ends: [S, E] token ids that end it, −1 where it has fewer.
+        watched: whether Python handles each of its tokens (`Sequence.watched`).
+
+    Written by `extend`, when the collector has read a step:
         tokens, times: [S, L], each token that the host knows, and the `time.perf_counter` at which a generated one was known.
             Like `page_tables`, they take memory for the tokens of running sequences, and for SHORT tokens of each other slot.
         lengths: number of these tokens.
+
+    Written by `queued` when a step was started, and by `read` when the collector has read it:
         steps: number of steps in flight that yield tokens, which the host has not read.
         unread: the most tokens that these yield.
-        prompt_lens, final_lens: tokens of the prompt, and of the sequence at its end.
+
+    Written by the scheduler:
         page_tables, num_pages: [S, P] KV pages, and their number.
         num_sent: number of pages that the device knows; −1: it does not know the sequence.
-        num_registered: number of pages that are in the prefix cache; `NEVER`: none ever will be.
-        num_drafted, num_accepted: drafts that were verified, and that were right.
-        quiet_until: up to this length it needs no page and cannot reach its end.
-        flags, num_top, rules_until: what its draws need (`engine/plan.py`).
-        ends: [S, E] token ids that end it, −1 where it has fewer.
-        watched: whether Python handles each of its tokens (`Sequence.watched`).
         unsent: slots with pages that the device does not know.
+        num_registered: number of pages that are in the prefix cache; `NEVER`: none ever will be.
+        quiet_until: up to this length it needs no page and cannot reach its end.
+
+    Written by `DraftLengths`:
+        num_drafted, num_accepted: drafts that were verified, and that were right.
+
+    Written by `plan_step`, which reads them, too:
+        flags, num_top, rules_until: what its draws need.
     """
 
     def __init__(self, limits: EngineLimits, pages: int) -> None:
@@ -142,6 +154,16 @@ class HostSlots:
         self.page_tables[slot, count : count + len(pages)] = pages
         self.num_pages[slot] = count + len(pages)
         self.unsent.add(slot)
+
+    def queued(self, slots: np.ndarray | int, draws: np.ndarray | int) -> None:
+        """A step was started in which these slots draw at most so many tokens, [N] each or one of each."""
+        self.steps[slots] += 1
+        self.unread[slots] += draws
+
+    def read(self, slots: np.ndarray, draws: np.ndarray) -> None:
+        """A step that was `queued` with these values has been read, and its tokens are appended."""
+        self.steps[slots] -= 1
+        self.unread[slots] -= draws
 
     def extend(self, slots: np.ndarray, counts: np.ndarray, tokens: np.ndarray, now: float) -> tuple[np.ndarray, np.ndarray]:
         """Append the tokens of a step.
