@@ -5,9 +5,9 @@ from itertools import pairwise
 import torch
 
 from minirt.engine.engine import Engine
-from minirt.engine.plan import plan_step
+from minirt.engine.plan_step import plan_step
 from minirt.engine.request import Request
-from minirt.engine.schedule.scheduler import Work, scheduled_prompts
+from minirt.engine.schedule.scheduler import ScheduledStep, scheduled_prompts
 from minirt.engine.state.sequence import Sequence
 from minirt.engine.state.slots import HostSlots
 from minirt.errors import ContextLengthError, EngineError, InputError, UnsupportedError
@@ -49,7 +49,7 @@ def _replay(engine: Engine, batch_size: int, context_len: int, repeats: int) -> 
             sequence.take_slot(slots, allocator.allocate(pages))
             sequences.append(sequence)
         planned = PlannedSequences.of((sequence.slot, context_len - 1, 1, 1, 1, context_len) for sequence in sequences)
-        work = Work(planned, slots.epochs[planned.slots], scheduled_prompts(planned, sequences))
+        work = ScheduledStep(planned, slots.epochs[planned.slots], scheduled_prompts(planned, sequences))
         plan = plan_step(work, slots, runner.columns, engine._vocab_size)
         graphs, bucket = runner.graphs.captured, runner.graphs.find(plan)
         if graphs is None or bucket is None:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, overload
 
 from minirt.call_driver import CallDriver, Wakeup
-from minirt.engine.collect.sinks import Sink, Sinks
 from minirt.engine.engine_thread import EngineThread
+from minirt.engine.port import Sink, Sinks
 from minirt.engine.request import Request, TokenOutput
 from minirt.errors import InputError, SlowReaderError
 from minirt.foreign_names import checks_names

@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 
-from minirt.engine.collect.sinks import Port, Sink
+from minirt.engine.port import Port, Sink
 from minirt.engine.request import TokenOutput
 from minirt.outputs import CompletionStream, Piece
 from minirt.processor import Call

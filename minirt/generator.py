@@ -17,12 +17,12 @@ import torch
 from minirt.call_driver import CallDriver
 from minirt.engine.engine import Engine
 from minirt.engine.engine_thread import EngineThread
-from minirt.engine.gc_freeze import freeze_gc
 from minirt.engine.limits import EngineLimits, EngineOptions
 from minirt.engine.request import DraftStats, Request, TokenOutput
 from minirt.engine.schedule.prefix_cache import PrefixCacheStats
 from minirt.errors import ConfigError, EngineError, InputError, UnsupportedError, printable
 from minirt.foreign_names import check_names, checks_names
+from minirt.gc_freeze import freeze_gc
 from minirt.loading.effective_options import longest_length
 from minirt.loading.load import load
 from minirt.loading.memory import measured_plan, out_of_memory_while

@@ -21,12 +21,12 @@ from minirt.engine.compiling_requests import CompilingRequests
 from minirt.engine.execute.runner import ModelLike, Runner, Step
 from minirt.engine.execute.sampling_stages import StepOutOfMemory
 from minirt.engine.limits import EngineLimits, EngineOptions
-from minirt.engine.plan import plan_step
+from minirt.engine.plan_step import plan_step
 from minirt.engine.proposer import Proposer
 from minirt.engine.request import DraftStats, EngineStats, Request, TokenOutput
 from minirt.engine.request_checks import RequestChecks
 from minirt.engine.schedule.prefix_cache import PrefixCacheStats
-from minirt.engine.schedule.scheduler import Scheduler, Work
+from minirt.engine.schedule.scheduler import ScheduledStep, Scheduler
 from minirt.engine.schedule.step_times import OnlineStepTimes
 from minirt.engine.state.sequence import Sequence
 from minirt.engine.token_constraints import ConstrainedRows, TokenConstraints
@@ -91,15 +91,15 @@ class Engine:
             cuda_graphs=options.cuda_graphs, proposer=proposer, adaptive_drafts=options.adaptive_drafts,
         )  # fmt: skip
         self._lookahead = int(not self._runner.waits) if options.lookahead is None else options.lookahead
-        self._drafts, self._adaptive_drafts = self._scheduler.draft_lengths, options.adaptive_drafts
+        self._adaptive_drafts = options.adaptive_drafts
         learns = options.adaptive_drafts and limits.max_drafts and device.type != "cuda"  # a GPU's are measured at warm-up
         self._step_times = OnlineStepTimes() if learns else None
         self._scheduler.use_times(step_times=self._step_times)
-        self._in_flight: deque[tuple[Step, Work]] = deque()
+        self._in_flight: deque[tuple[Step, ScheduledStep]] = deque()
         self._requests: dict[int, Sequence] = {}
         self._constraints = constraints
         self._compiling = CompilingRequests(constraints)
-        self._collector = Collector(self._scheduler, self._requests, self._drafts, constraints, vocab_size)
+        self._collector = Collector(self._scheduler, self._requests, constraints, vocab_size)
         self._device_errors = DeviceErrors()
         self._device = device
         self._peak_memory: int | None = None  # on a GPU; asking takes up to 76 µs, so it is not done when a request ends
@@ -133,13 +133,13 @@ class Engine:
     def stats(self) -> EngineStats:
         """What is running now, and counters."""
         scheduler, allocator, cached = self._scheduler, self._cache.allocator, self.prefix_cache_stats
-        running = len(scheduler.running)
+        running, drafts = len(scheduler.running), scheduler.draft_lengths
         return EngineStats(
             num_running=running, num_waiting=len(self._requests) - running,
             kv_cache_usage=1 - allocator.num_free / allocator.num_pages, num_preemptions=scheduler.num_preemptions,
             prefix_cache_queries=cached.queries if cached else 0, prefix_cache_hits=cached.hits if cached else 0,
             prefix_cache_recomputed=cached.recomputed if cached and self.keeps_states else None,
-            generation_tokens=self._collector.num_generated, drafts=DraftStats() if self._drafts is None else self._drafts.stats,
+            generation_tokens=self._collector.num_generated, drafts=DraftStats() if drafts is None else drafts.stats,
         )  # fmt: skip
 
     def peak_memory(self) -> int:
@@ -225,36 +225,45 @@ class Engine:
         """
         with self._device_errors:
             outputs = self._add_compiled() if self._compiling else []
-            work = self._scheduler.schedule()
-            for sequence in self._scheduler.refused():
-                most, hint = self.limits.max_waiting, "try again later, or raise --max-waiting"
-                expected, before = f"at most {most}", f"{most} that came before"
-                full = QueueFullError("too many requests wait", expected=expected, found=before, hint=hint)
-                outputs.append(self._fail(sequence.id, full))
-            while work is not None and (problem := self._start(work, outputs, deliver)) is not None:
-                tokens, slots = work.planned.total_tokens, work.planned.slots.tolist()
-                place = 0 if problem.slot is None else slots.index(problem.slot)
-                slot = slots[place]
-                same = self._scheduler.slots.epochs[slot] == work.epochs[place]  # else it has ended while masks were filled
-                blamed = self._scheduler.slots.sequences[slot] if same else None
-                self._scheduler.failed(work)
-                outputs += self._collect_to(0, deliver)  # steps in flight hold memory
-                if tokens == 1 or problem.slot is not None:
-                    if blamed is not None and blamed in self._requests.values():
-                        what = "a step of one token" if problem.slot is None else "a request's penalties, biases and masks"
-                        hint = "lower --kv-cache-memory or --max-num-seqs, to leave more for activations"
-                        message = str(problem).strip().partition("\n")[0]
-                        error = OutOfMemoryError(f"no memory left for {what}", found=message, hint=hint)
-                        outputs.append(self._fail(blamed.id, error))
-                    if problem.slot is None:
-                        break
-                else:
-                    self._scheduler.limit_tokens(tokens // 2)
-                work = self._scheduler.schedule()
-            outputs += self._collect_to(0 if work is None else self._lookahead, deliver)
-            if self._compiling and work is None and not outputs:
+            scheduled = self._scheduler.schedule()
+            outputs += self._refuse()
+            while scheduled is not None and (problem := self._start(scheduled, outputs, deliver)) is not None:
+                outputs += self._out_of_memory(scheduled, problem, deliver)
+                if problem.slot is None and scheduled.sequences.total_tokens == 1:
+                    break
+                scheduled = self._scheduler.schedule()
+            outputs += self._collect_to(0 if scheduled is None else self._lookahead, deliver)
+            if self._compiling and scheduled is None and not outputs:
                 self._compiling.wait()
             return outputs
+
+    def _refuse(self) -> list[TokenOutput]:
+        """The errors of the requests that are too many to wait."""
+        outputs = []
+        for sequence in self._scheduler.refused():
+            most, hint = self.limits.max_waiting, "try again later, or raise --max-waiting"
+            expected, before = f"at most {most}", f"{most} that came before"
+            full = QueueFullError("too many requests wait", expected=expected, found=before, hint=hint)
+            outputs.append(self._fail(sequence.id, full))
+        return outputs
+
+    def _out_of_memory(self, scheduled: ScheduledStep, problem: StepOutOfMemory, deliver: Deliver | None) -> list[TokenOutput]:
+        """After a step that did not fit: wait for those in flight, which hold memory, and limit the next one, or end the request
+        that cannot run. Returns outputs."""
+        planned, host = scheduled.sequences, self._scheduler.host
+        place = 0 if problem.slot is None else planned.slots.tolist().index(problem.slot)
+        current = bool(host.current(planned.slots, scheduled.epochs)[place])  # else it has ended while masks were filled
+        blamed = host.sequences[int(planned.slots[place])] if current else None
+        self._scheduler.failed(scheduled)
+        outputs = self._collect_to(0, deliver)
+        if problem.slot is None and planned.total_tokens > 1:
+            self._scheduler.limit_tokens(planned.total_tokens // 2)
+        elif blamed is not None and blamed in self._requests.values():
+            what = "a step of one token" if problem.slot is None else "a request's penalties, biases and masks"
+            hint = "lower --kv-cache-memory or --max-num-seqs, to leave more for activations"
+            error = OutOfMemoryError(f"no memory left for {what}", found=str(problem).strip().partition("\n")[0], hint=hint)
+            outputs.append(self._fail(blamed.id, error))
+        return outputs
 
     def _add_compiled(self) -> list[TokenOutput]:
         """Hand requests whose constraints are compiled to the scheduler. Returns the errors of those that failed."""
@@ -269,49 +278,54 @@ class Engine:
             self._scheduler.add(sequence)
         return outputs
 
-    def _start(self, work: Work, outputs: list[TokenOutput], deliver: Deliver | None) -> StepOutOfMemory | None:
+    def _start(self, scheduled: ScheduledStep, outputs: list[TokenOutput], deliver: Deliver | None) -> StepOutOfMemory | None:
         """Start a step. Returns None, or a problem if memory runs out; in this case the step has changed nothing.
 
-        If a token is drawn under a constraint, the earlier steps are collected into `outputs` while the forward pass runs.
+        If a token is drawn under a constraint, the earlier steps are collected into `outputs` while the layers run. A sequence of
+        this very step may end by that.
         """
-        began = time.perf_counter()
-        plan = plan_step(work, self._scheduler.slots, self._runner.columns, self._vocab_size)
+        began, runner = time.perf_counter(), self._runner
+        plan = plan_step(scheduled, self._scheduler.host, runner.columns, self._vocab_size)
         try:
-            step = self._runner.start(plan)
-            if step is None:
-                self._fill_masks(work, outputs, deliver)
-                step = self._runner.draw()
+            if plan.sampling.masked:
+                forward = runner.forward(plan)
+                outputs += self._collect_to(0, deliver)
+                outputs += self._fill_masks(scheduled)
+                step = runner.draw(forward)
+            else:
+                step = runner.start(plan)
         except Exception as error:  # only its text is kept: its traceback refers to the step's activations
             if not isinstance(error, StepOutOfMemory) and not is_out_of_memory(error):
                 raise
             return StepOutOfMemory(getattr(error, "slot", None), str(error))
-        if self._step_times is not None and not work.prompts and not plan.sampling.masked:
-            self._step_times.observe(plan.sequences.total_tokens, time.perf_counter() - began)
-        self._scheduler.started(work)
-        self._in_flight.append((step, work))
+        if self._step_times is not None and not scheduled.prompts and not plan.sampling.masked:
+            self._step_times.observe(scheduled.sequences.total_tokens, time.perf_counter() - began)
+        self._scheduler.started(scheduled)
+        self._in_flight.append((step, scheduled))
         # Work that the step's launch does not need.
-        for _, sequence, _ in work.prompts:
+        for _, sequence, _ in scheduled.prompts:
             self._scheduler.extend_keys(sequence)
-        if self._device.type == "cuda" and (work.prompts or self._runner.graphs.captured is None):  # other steps allocate nothing
+        if self._device.type == "cuda" and (scheduled.prompts or runner.graphs.captured is None):  # other steps allocate nothing
             self._peak_memory = peak_memory(self._device)
         return None
 
-    def _fill_masks(self, work: Work, outputs: list[TokenOutput], deliver: Deliver | None) -> None:
-        """Write the masks of a step whose forward pass was started, for each draw. They need the tokens of the step before."""
-        slots, draws = work.planned.slots.tolist(), work.planned.num_draws.tolist()
-        drawing = [(self._scheduler.slots.sequences[slot], count) for slot, count in zip(slots, draws, strict=True) if count]
-        outputs += self._collect_to(0, deliver)
+    def _fill_masks(self, scheduled: ScheduledStep) -> list[TokenOutput]:
+        """Write the masks of a step whose layers run, for each draw. Every earlier step has been collected.
+
+        Returns the errors of sequences whose constraints cannot go on.
+        """
         if self._constraints is None:
-            return
-        running = [each if each is not None and self._requests.get(each.id) is each else None for each, _ in drawing]
-        rows = [
-            ConstrainedRows(None, count) if sequence is None  # it has ended
-            else ConstrainedRows(sequence.constraint, count, self._drafts.of(sequence.slot) if self._drafts is not None else ())
-            for sequence, (_, count) in zip(running, drawing, strict=True)
-        ]  # fmt: skip
-        for place, error in self._constraints.fill(self._runner.masks(sum(draws)), rows).items():
-            if (failed := running[place]) is not None:
-                outputs.append(self._fail(failed.id, error))
+            return []
+        host, planned, drafts = self._scheduler.host, scheduled.sequences, self._scheduler.draft_lengths
+        current = host.current(planned.slots, scheduled.epochs).tolist()
+        rows, running = list[ConstrainedRows](), list[Sequence | None]()
+        for slot, count, same in zip(planned.slots.tolist(), planned.num_draws.tolist(), current, strict=True):
+            if count:
+                running.append(sequence := host.sequences[slot] if same else None)
+                proposed = () if drafts is None or sequence is None else drafts.of(slot)
+                rows.append(ConstrainedRows(None if sequence is None else sequence.constraint, count, proposed))
+        errors = self._constraints.fill(self._runner.masks(planned.total_draws), rows)
+        return [self._fail(failed.id, error) for place, error in errors.items() if (failed := running[place]) is not None]
 
     def _collect_to(self, most: int, deliver: Deliver | None) -> list[TokenOutput]:
         """Wait for steps until at most `most` are in flight.
@@ -320,8 +334,8 @@ class Engine:
         """
         remaining = list[TokenOutput]()
         while len(self._in_flight) > most:
-            step, work = self._in_flight.popleft()
-            outputs = self._collector.collect(step.result(), work, deliver)
+            step, scheduled = self._in_flight.popleft()
+            outputs = self._collector.collect(step.result(), scheduled, deliver)
             for output in outputs:
                 if output.finish_reason is not None:
                     self.abort(output.request_id, failed=output.error is not None)

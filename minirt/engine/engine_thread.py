@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from minirt.engine.collect.sinks import Sink, Sinks
 from minirt.engine.engine import Engine
+from minirt.engine.port import Sink, Sinks
 from minirt.engine.request import Request
 from minirt.errors import DeviceFailedError, EngineError, MinirtError
 

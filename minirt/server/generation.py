@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from minirt.call_driver import CallDriver, Wakeup
-from minirt.engine.collect.sinks import Port
+from minirt.engine.port import Port
 from minirt.engine.request import TokenOutput
 from minirt.errors import MinirtError, SlowReaderError
 from minirt.outputs import CompletionStream

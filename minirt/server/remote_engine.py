@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from minirt.engine.collect.sinks import Sink, Sinks
+from minirt.engine.port import Sink, Sinks
 from minirt.engine.request import EngineStats, Request
 from minirt.errors import EngineError, MinirtError
 from minirt.server import wire

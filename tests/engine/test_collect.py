@@ -68,7 +68,7 @@ def collected(seed, reference, monkeypatch):
             (batch.input_ids[batch.logits_indices] % 41 == NO_LOGITS)[:, None], float("nan")
         )
     seen, preempted = [], 0
-    slots, preempt = it._scheduler.slots, it._scheduler._preempt
+    slots, preempt = it._scheduler.host, it._scheduler._preempt
 
     def count_preempted(sequence):
         nonlocal preempted

@@ -500,8 +500,8 @@ def test_drafts_that_do_not_pay_are_not_asked_for(slope, adaptive, wanted, looka
     ((tokens, *_),) = run(engine(), [(prompt, settings(temperature=0.0))])
     proposer = oracle(prompt, tokens, kind=Asked)
     it = engine(proposer, lookahead=lookahead, adaptive_drafts=adaptive)
-    if it._drafts.times is not None:
-        it._drafts.times = Line(slope)
+    if it._scheduler.draft_lengths.times is not None:
+        it._scheduler.draft_lengths.times = Line(slope)
     assert tokens_of(outputs_of(it, request_of(prompt, temperature=0.0))) == tokens
     assert proposer.wanted[0] == 4, "after a prompt nothing is known"
     assert set(proposer.wanted[3:]) == wanted

@@ -17,8 +17,8 @@ from engine.test_engine import PAGE, engine, following, undisturbed
 from support.native import native_error
 
 from minirt.engine import engine as engine_module
-from minirt.engine import engine_thread, plan
-from minirt.engine.collect import collector, sinks
+from minirt.engine import engine_thread, plan_step, port
+from minirt.engine.collect import collector
 from minirt.engine.engine import Request
 from minirt.engine.engine_thread import EngineThread
 from minirt.engine.schedule import scheduler
@@ -169,7 +169,7 @@ def test_sixteen_threads_with_aborts_and_exceptions(thread):
     assert at_rest(it, cache)
 
 
-MODULES = (engine_module, collector, engine_thread, scheduler, sinks, plan, kv_cache)
+MODULES = (engine_module, collector, engine_thread, scheduler, port, plan_step, kv_cache)
 FILES = {module.__file__ for module in MODULES}
 
 
@@ -307,7 +307,7 @@ def test_an_interrupt_reaches_the_calling_thread_only(thread):
 
     def interrupts(batch, cache):
         if max(batch.seq_lens) >= 33 and not together.is_set():  # the other sequence is never that long
-            before = {slot for _, work in it.engine._in_flight for slot in work.planned.slots[work.planned.num_draws > 0]}
+            before = {slot for _, work in it.engine._in_flight for slot in work.sequences.slots[work.sequences.num_draws > 0]}
             if batch.num_seqs == 2:
                 together.set()
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)

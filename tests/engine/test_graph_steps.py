@@ -9,9 +9,9 @@ import torch
 from layers.test_triton_layers import SIZES, build
 
 from minirt import models
+from minirt.engine.buckets import Bucket
 from minirt.engine.engine import Engine, Request
 from minirt.engine.execute import step_buffers, step_graphs
-from minirt.engine.execute.buckets import Bucket
 from minirt.engine.execute.sampling_stages import SamplingStages
 from minirt.engine.limits import EngineLimits, EngineOptions
 from minirt.kernels.speculative import draft_model as kernels

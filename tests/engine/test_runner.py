@@ -10,7 +10,7 @@ import torch
 from engine.test_engine import Mock
 
 from minirt import models
-from minirt.engine.execute.buckets import (
+from minirt.engine.buckets import (
     MAX_PROMPT_TOKENS,
     MAX_PROMPT_TOKENS_SMALL,
     SHORT_SEQS,
@@ -261,7 +261,7 @@ def test_steps_are_measured_with_tokens_that_differ(seqs, drafts):
     cache = KVCache([PagesSpec(1, 1)], 8, page_size=16)
     runner = Runner(Mock(), cache, torch.device("cpu"), own, vocab_size=50_000)
     count = 1 + drafts
-    plan, buffers = warm_up.measured_plan(runner, seqs, count), runner.buffers
+    plan, buffers = warm_up.measuring_step(runner, seqs, count), runner.buffers
     for _ in range(2):  # a replay applies the edits again
         buffers.send(plan)
         view = buffers.view(seqs * count, seqs, seqs * count, seqs * count)

@@ -20,8 +20,8 @@ from minirt.engine.execute.logits_processors import LogitsProcessors, Rules
 from minirt.engine.execute.runner import Runner
 from minirt.engine.execute.sampler import SamplingBatch, sample
 from minirt.engine.limits import EngineLimits
-from minirt.engine.plan import plan_step
-from minirt.engine.schedule.scheduler import Work, scheduled_prompts
+from minirt.engine.plan_step import plan_step
+from minirt.engine.schedule.scheduler import ScheduledStep, scheduled_prompts
 from minirt.engine.state.sequence import Sequence
 from minirt.engine.state.slots import HostSlots
 from minirt.errors import InputError
@@ -206,7 +206,7 @@ def test_a_slot_that_comes_back_is_filled_anew():
         for first in (True, False):
             length = len(sequence.tokens)
             planned = PlannedSequences.of([(slot, 0 if first else -1, length if first else 1, 1, 1, length)])
-            work = Work(planned, slots.epochs[[slot]], scheduled_prompts(planned, [sequence] if first else []))
+            work = ScheduledStep(planned, slots.epochs[[slot]], scheduled_prompts(planned, [sequence] if first else []))
             result = runner.start(plan_step(work, slots, runner.columns, VOCAB)).result()
             slots.num_sent[slot] = 3
             slots.extend(planned.slots, result.counts, result.tokens, 0.0)
@@ -311,10 +311,14 @@ def test_greedy_steps_need_no_logits_unless_somebody_asks(monkeypatch):
         sequence.constraint = object() if options is None else None
         sequence.take_slot(slots, [0])
         planned = PlannedSequences.of([(0, 0, 1, 1, 1, 1)])
-        work = Work(planned, slots.epochs, scheduled_prompts(planned, [sequence]))
-        if runner.start(plan_step(work, slots, runner.columns, VOCAB)) is None:
+        work = ScheduledStep(planned, slots.epochs, scheduled_prompts(planned, [sequence]))
+        plan = plan_step(work, slots, runner.columns, VOCAB)
+        if plan.sampling.masked:
+            forward = runner.forward(plan)
             runner.masks(1).fill_(-1)
-            runner.draw()
+            runner.draw(forward)
+        else:
+            runner.start(plan)
     assert asked == [False, True, True, True, True]
     assert used == [True, True, True, False, False], "row maxima are those of the logits before penalties and masks"
 

@@ -52,10 +52,10 @@ class Watched:
             work = inner()
             running = set(self.it._scheduler.running)
             if work is not None:
-                slots = [self.it._scheduler.slots.sequences[slot] for slot in work.planned.slots]
+                slots = [self.it._scheduler.host.sequences[slot] for slot in work.sequences.slots]
                 assert all(self.it._scheduler.running[sequence.id] is sequence for sequence in slots)
                 assert len(set(slots)) == len(slots) <= self.it.limits.max_num_seqs
-                assert 0 < work.planned.num_tokens.sum() <= self.it.limits.max_num_batched_tokens
+                assert 0 < work.sequences.num_tokens.sum() <= self.it.limits.max_num_batched_tokens
             self._check(before, running)
             return work
 
@@ -125,7 +125,7 @@ def test_any_priorities_and_samples(requests, sizes, aborts):
             assert tokens == (wanted[: len(tokens)] if watched.reasons[sample] == "abort" else wanted)
     assert cache.allocator.num_free == sizes["pages"], "pages leaked"
     assert len(it._scheduler.waiting) == len(it._scheduler._followers) == 0
-    assert sorted(it._scheduler.slots.free) == list(range(sizes["seqs"]))
+    assert sorted(it._scheduler.host.free) == list(range(sizes["seqs"]))
 
 
 def test_the_lowest_priority_value_comes_first():
@@ -182,7 +182,7 @@ def test_samples_compute_their_prompt_once(length, computed, lookahead):
 
     def start(plan):
         for slot, count in zip(plan.sequences.slots, plan.sequences.num_tokens, strict=True):
-            first.setdefault(it._scheduler.slots.sequences[slot].id, int(count))
+            first.setdefault(it._scheduler.host.sequences[slot].id, int(count))
         return inner(plan)
 
     it._runner.start = start
@@ -313,9 +313,9 @@ class Prompts:
         work, computed = self.it.schedule(), {}
         if work is not None:
             self.it.started(work)
-            draws = work.planned.num_draws
-            self.it.slots.steps[work.planned.slots] -= draws > 0
-            self.it.slots.unread[work.planned.slots] -= draws
+            draws = work.sequences.num_draws
+            self.it.host.steps[work.sequences.slots] -= draws > 0
+            self.it.host.unread[work.sequences.slots] -= draws
             for place, sequence, chunk in work.prompts:
                 computed[sequence.id] = chunk.num_tokens
                 if draws[place]:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from minirt.engine.buckets import Bucket, Buckets
 from minirt.engine.execute import step_graphs
-from minirt.engine.execute.buckets import Bucket, Buckets
 from minirt.engine.execute.runner import Runner
 from minirt.engine.execute.step_buffers import StepBuffers, StepSizes
 from minirt.engine.execute.step_graphs import StepGraphs

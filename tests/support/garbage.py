@@ -1,6 +1,6 @@
 """Python's garbage collector beside models that tests load: it does not walk the tests.
 
-Each model that is loaded or closed collects all objects (`minirt.engine.gc_freeze`). In a process that has collected all tests
+Each model that is loaded or closed collects all objects (`minirt.gc_freeze`). In a process that has collected all tests
 these are 900,000, and take half a second. So what there is before the first test is frozen for good. A model then freezes and
 releases nothing more: what is collected when it goes is the same.
 """
@@ -9,7 +9,7 @@ import gc
 import sys
 from types import SimpleNamespace
 
-from minirt.engine import gc_freeze
+from minirt import gc_freeze
 
 
 def freeze_tests() -> None:

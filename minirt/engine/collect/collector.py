@@ -12,8 +12,7 @@ import torch
 from minirt.engine.execute.logits_processors import unpacked
 from minirt.engine.execute.runner import StepResult
 from minirt.engine.request import TokenLogprobs, TokenOutput
-from minirt.engine.schedule.draft_lengths import DraftLengths
-from minirt.engine.schedule.scheduler import Scheduler, Work
+from minirt.engine.schedule.scheduler import ScheduledStep, Scheduler
 from minirt.engine.state.sequence import Sequence
 from minirt.engine.state.slots import Reason
 from minirt.engine.token_constraints import ConstrainedRows, TokenConstraints
@@ -32,55 +31,53 @@ class Collector:
     Args:
         scheduler: whose sequences the steps have.
         requests: the open ones, by id; the engine's.
-        drafts: of the slots; None: there are none.
         constraints: of the engine.
         vocab_size: number of token ids.
     """
 
     def __init__(
-        self, scheduler: Scheduler, requests: Mapping[int, Sequence], drafts: DraftLengths | None,
-        constraints: TokenConstraints | None, vocab_size: int,
-    ) -> None:  # fmt: skip
-        self._scheduler, self._requests, self._drafts = scheduler, requests, drafts
+        self, scheduler: Scheduler, requests: Mapping[int, Sequence], constraints: TokenConstraints | None, vocab_size: int
+    ) -> None:
+        self._scheduler, self._requests, self._drafts = scheduler, requests, scheduler.draft_lengths
         self._constraints, self._vocab_size = constraints, vocab_size
         self.num_generated = 0
 
-    def collect(self, result: StepResult, work: Work, deliver: Deliver | None) -> list[TokenOutput]:
+    def collect(self, result: StepResult, scheduled: ScheduledStep, deliver: Deliver | None) -> list[TokenOutput]:
         """Append a step's tokens to its sequences, and return what callers get.
 
         `deliver` takes it as soon as it is known. Then the pages that the step has filled are registered in the prefix cache.
         """
-        planned, slots = work.planned, self._scheduler.slots
-        same = slots.epochs[planned.slots] == work.epochs  # else it has ended, or was preempted, since the step was started
+        planned, host = scheduled.sequences, self._scheduler.host
+        same = host.current(planned.slots, scheduled.epochs)  # else it has ended, or was preempted, since the step was started
         rows = (same & (planned.num_draws > 0)).nonzero()[0]
         drawing, draws, counts, tokens = planned.slots, planned.num_draws, result.counts, result.tokens
         if len(rows) < len(planned.slots):
             drawing, draws, counts, tokens = drawing[rows], draws[rows], counts[rows], tokens[rows]
         if self._drafts is not None and result.proposed is not None:
             self._drafts.read(drawing, draws, counts, tokens, result.proposed[rows])
-        outputs = self._scores(result, work) if result.scored else []
-        taken, reasons = slots.extend(drawing, counts, tokens, time.perf_counter())
+        outputs = self._scores(result, scheduled) if result.scored else []
+        taken, reasons = host.extend(drawing, counts, tokens, time.perf_counter())
         self.num_generated += sum(taken.tolist())
-        told = (slots.watched[drawing] | (reasons != Reason.RUNS)).nonzero()[0]
+        told = (host.watched[drawing] | (reasons != Reason.RUNS)).nonzero()[0]
         if len(told):
             columns = [drawing, rows, taken, reasons, tokens]
             columns = [column[told] for column in columns] if len(told) < len(rows) else columns
             for slot, row, count, reason, new in zip(*[column.tolist() for column in columns], strict=True):
-                if (sequence := slots.sequences[slot]) is not None:
-                    outputs += self._tell(sequence, new[:count], reason, result, work, row)
+                if (sequence := host.sequences[slot]) is not None:
+                    outputs += self._tell(sequence, new[:count], reason, result, scheduled, row)
         if deliver is not None and outputs:  # a thread that waits for them takes as long to wake up as the rest takes here
             deliver(outputs)
-        slots.read(drawing, draws)
+        host.read(drawing, draws)
         self._scheduler.register(drawing[reasons != Reason.NO_TOKEN])
-        for place, sequence, chunk in work.prompts:
+        for place, sequence, chunk in scheduled.prompts:
             if not chunk.num_draws and same[place] and sequence.slot >= 0:
                 self._scheduler.register_pages(sequence, min(chunk.stop, len(sequence.tokens) - 1))
         return outputs
 
-    def _scores(self, result: StepResult, work: Work) -> list[TokenOutput]:
+    def _scores(self, result: StepResult, scheduled: ScheduledStep) -> list[TokenOutput]:
         """Keep a step's log-probabilities and logits of prompts. Returns the outputs of requests that are complete."""
         outputs, rows = list[TokenOutput](), iter(result.scored)
-        for _, sequence, chunk in work.prompts:
+        for _, sequence, chunk in scheduled.prompts:
             if chunk.num_logits == chunk.num_draws:
                 continue
             scored = next(rows)
@@ -96,21 +93,21 @@ class Collector:
         return outputs
 
     def _tell(
-        self, sequence: Sequence, tokens: list[int], reason: int, result: StepResult, work: Work, row: int
+        self, sequence: Sequence, tokens: list[int], reason: int, result: StepResult, scheduled: ScheduledStep, row: int
     ) -> list[TokenOutput]:
         """The outputs for the caller of a sequence that has taken the tokens of a step."""
         if reason != Reason.RUNS:
             sequence.unused = int(result.counts[row]) - len(tokens)
         if reason == Reason.NO_TOKEN:  # after drafts that were right, their tokens come first, as without drafts
             before = sequence.watched and tokens
-            outputs = self._tell(sequence, tokens, Reason.RUNS, result, work, row) if before else []
+            outputs = self._tell(sequence, tokens, Reason.RUNS, result, scheduled, row) if before else []
             error = no_token(sequence, self._constraints, self._vocab_size)  # its constraint says which token was missing
             return [*outputs, TokenOutput(sequence.id, (), "error", error=error)]
         request = sequence.request
         if sequence.constraint is not None and reason == Reason.RUNS:
             sequence.constraint.accept(tokens)
         if result.logprobs is not None and request.sampling.logprobs is not None:
-            first = int(work.planned.num_draws[:row].sum())
+            first = int(scheduled.sequences.num_draws[:row].sum())
             sequence.logprobs += filter(None, result.logprobs[first : first + len(tokens)])
         times: tuple[float, ...] = ()
         if request.final_only:

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from minirt.device import is_out_of_memory, on_device
-from minirt.engine.execute.buckets import Bucket, Buckets, batch_bucket, drafts_to_propose, max_prompt_tokens
+from minirt.engine.buckets import Bucket, Buckets, batch_bucket, drafts_to_propose, max_prompt_tokens
 from minirt.engine.execute.logprobs import TokenLogprobs, unpack
 from minirt.engine.execute.sampling_stages import SamplingStages, ScoredRows
 from minirt.engine.execute.step_buffers import StepBuffers, StepSizes, StepView
 from minirt.engine.execute.step_graphs import StepGraphs
 from minirt.engine.limits import EngineLimits, max_splits
 from minirt.engine.proposer import Proposer
-from minirt.errors import UnsupportedError
 from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.kernels.step.table import NUM_NEXT
 from minirt.modeling.model import Model
@@ -56,7 +55,7 @@ class StepResult(NamedTuple):
         return [tokens[:count] for count, tokens in zip(self.counts.tolist(), self.tokens.tolist(), strict=True)]
 
 
-class _Forward(NamedTuple):
+class Forward(NamedTuple):
     """A step whose logits are computed, or being computed."""
 
     plan: StepPlan
@@ -134,43 +133,38 @@ class Runner:
         if isinstance(model, Model) and model.draft_model is not None:
             self._taps = torch.zeros(tokens, model.config.hidden_size, dtype=model.dtype, device=device)
         self.graphs = StepGraphs(self, buckets)
-        self._masked: _Forward | None = None  # the step that waits for its masks
 
-    def start(self, plan: StepPlan) -> Step | None:
-        """Queue a step.
+    def start(self, plan: StepPlan) -> Step:
+        """Queue a step whose sampling is not masked.
 
-        Returns:
-            None if its sampling is masked: write the masks to `masks`, then call `draw`.
         Raises:
             torch.OutOfMemoryError, StepOutOfMemory: no memory for the step's activations, or for the rules of one sequence. Then
                 a plan with the same edits can be started.
         """
-        self._masked = None
         with self._inference, self._on_device:
-            forward = self._forward(plan)
-            if plan.rules:
-                self.stages.fill_slots(plan.rules)
-            if not plan.sampling.masked:
-                return self._draw(forward)
-            self._masked = forward
-            return None
+            return self._draw(self._forward(plan))
+
+    def forward(self, plan: StepPlan) -> Forward:
+        """Queue the layers of a step whose sampling is masked. Then write the masks to `masks`, and call `draw`.
+
+        Raises as `start` does.
+        """
+        with self._inference, self._on_device:
+            return self._forward(plan)
 
     def masks(self, count: int) -> Tensor:
-        """The host's buffer for the masks of the step that was started: [Q, ceil(V / 32)] int32, a row for each draw."""
+        """The host's buffer for the masks of the next draw: [Q, ceil(V / 32)] int32, a row for each of a step's draws."""
         return self.stages.masks(count)
 
-    def draw(self) -> Step:
-        """The second half of a step with masks. Raises as `start` does."""
-        forward, self._masked = self._masked, None
-        if forward is None:
-            raise UnsupportedError("no step waits for masks", where="Runner.draw")
+    def draw(self, forward: Forward) -> Step:
+        """The second half of a step. Raises as `start` does."""
         with self._inference, self._on_device:
             return self._draw(forward)
 
-    def _forward(self, plan: StepPlan) -> _Forward:
+    def _forward(self, plan: StepPlan) -> Forward:
         needs, planned = plan.sampling, plan.sequences
         needed = bool(plan.scored or needs.masked or needs.any_rules or needs.logprobs or not needs.all_greedy)
-        bucket = None if self.graphs.captured is None else self.graphs.find(plan)
+        bucket = self.graphs.find(plan)
         greedy = not needed and bucket is not None
         self.buffers.send(plan, logits_needed=needed, greedy=greedy)
         if plan.copies is not NO_COPIES:
@@ -184,7 +178,9 @@ class Runner:
             self.buffers.sent()
             logits = self.model(batch, self.cache)
         maxima = None if batch.row_maxima is None else batch.row_maxima.values[: planned.total_logits]
-        return _Forward(plan, view, logits[: planned.total_logits], maxima, batch, bucket, greedy)
+        if plan.rules:
+            self.stages.fill_slots(plan.rules)
+        return Forward(plan, view, logits[: planned.total_logits], maxima, batch, bucket, greedy)
 
     def _eager(self, plan: StepPlan, *, settings: bool = True) -> tuple[StepView, Batch]:
         """The view and the batch of a step without a CUDA graph.
@@ -211,7 +207,7 @@ class Runner:
                 every_row = bool((exact & (planned.num_logits == planned.num_tokens)).all())
         splits = sum([-(-length // KV_SPLIT) for length in lens])
         batch = Batch.of(step, tuple(counts), tuple(lens), max(lens), splits, every_row)
-        return view, batch if self._taps is None and self.graphs.captured is None else self.with_buffers(batch, logits)
+        return view, self.with_buffers(batch, logits)
 
     def with_buffers(self, batch: Batch, logits: int) -> Batch:
         """The batch, with what its layers write to beside their results."""
@@ -221,7 +217,7 @@ class Runner:
             return batch
         return replace(batch, row_maxima=self.buffers.row_maxima_of(logits, self.model.row_maxima_tiles(logits)))
 
-    def _draw(self, forward: _Forward) -> Step:
+    def _draw(self, forward: Forward) -> Step:
         plan, view, logits, row_maxima, batch, bucket, committed = forward
         tensors, scored = view.tensors, list[ScoredRows]()
         if plan.scored:

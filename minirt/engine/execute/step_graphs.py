@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from minirt.engine.execute.buckets import Bucket, Buckets, drafts_to_propose
+from minirt.engine.buckets import Bucket, Buckets, drafts_to_propose
 from minirt.engine.execute.cuda_graphs import CudaGraphs
 from minirt.engine.execute.step_buffers import StepView
 from minirt.engine.limits import max_splits
@@ -91,7 +91,7 @@ class StepGraphs:
             self._commit_greedy(view, batch)
 
         self.captured.capture(bucket, work, roots)
-        if (draft := self.drafting(bucket, batch)) is not None:
+        if (draft := self.proposing(bucket, batch)) is not None:
             self.captured.capture((_DRAFTS, bucket), draft, roots)
 
     def dry_run(self, bucket: Bucket) -> None:
@@ -105,10 +105,10 @@ class StepGraphs:
             runner.model.dry_run(batch, runner.cache)
         if self.captured is not None:
             self._commit_greedy(view, batch)
-        if (draft := self.drafting(bucket, batch)) is not None:
+        if (draft := self.proposing(bucket, batch)) is not None:
             draft()
 
-    def drafting(self, bucket: Bucket, batch: Batch) -> Callable[[], None] | None:
+    def proposing(self, bucket: Bucket, batch: Batch) -> Callable[[], None] | None:
         """`propose` after a step of this bucket, if CUDA graphs may contain it."""
         runner, proposer = self._runner, self._runner.proposer
         if proposer is None or not getattr(proposer, "capturable", False):

@@ -10,7 +10,7 @@ Expected tokens for k drafts that are each right with probability a: 1 + a + …
 
 import numpy as np
 
-from minirt.engine.execute.buckets import draft_sizes
+from minirt.engine.buckets import draft_sizes
 from minirt.engine.limits import EngineLimits
 from minirt.engine.request import DraftStats
 from minirt.engine.schedule.step_times import GraphTimes, OnlineStepTimes

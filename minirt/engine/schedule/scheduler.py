@@ -58,7 +58,7 @@ def scheduled_prompts(planned: PlannedSequences, sequences: Iterable[Sequence]) 
     return [ScheduledPrompt(i, each, PromptChunk(*planned.values[:, i].tolist())) for i, each in enumerate(sequences)]
 
 
-class Work(NamedTuple):
+class ScheduledStep(NamedTuple):
     """The sequences of the next step.
 
     Args:
@@ -67,7 +67,7 @@ class Work(NamedTuple):
             possible: after a wait, a call takes some 10 µs.
     """
 
-    planned: PlannedSequences
+    sequences: PlannedSequences
     epochs: np.ndarray
     prompts: list[ScheduledPrompt]
     copies: Copies = NO_COPIES
@@ -166,10 +166,10 @@ class Scheduler:
             their states.
 
     Attributes:
-        slots: what the host knows of the running sequences.
+        host: what it knows of the running sequences.
         waiting, running: the sequences; those that run by id, in the order of admission.
         draft_lengths: None: there are no drafts.
-        clock: number of tokens of all steps.
+        tokens_done: number of tokens of all steps.
     """
 
     def __init__(self, cache: KVCache, limits: EngineLimits, vocab_size: int, *, prefix_cache: bool = True) -> None:
@@ -188,14 +188,14 @@ class Scheduler:
         self._most_rows = limits.max_logits_rows
         self._most_splits = MAX_SHARING * (cache.capacity // KV_SPLIT)  # see `max_splits`
         self._prompt_time: PromptTime | None = None  # None: steps have no limit of time
-        self.clock = self._num_arrivals = self.num_preemptions = 0
+        self.tokens_done = self._num_arrivals = self.num_preemptions = 0
         self._clear()
-        self.slots = HostSlots(replace(limits, max_model_len=self.max_len), cache.pages_for(self.max_len))
-        self.draft_lengths = DraftLengths(limits, self.slots, vocab_size) if limits.max_drafts else None
+        self.host = HostSlots(replace(limits, max_model_len=self.max_len), cache.pages_for(self.max_len))
+        self.draft_lengths = DraftLengths(limits, self.host, vocab_size) if limits.max_drafts else None
 
     def _clear(self) -> None:
         """Nothing waits, runs or is pinned."""
-        self._starting: Work | None = None  # a step that was scheduled, before `started` or `failed`
+        self._starting: ScheduledStep | None = None  # a step that was scheduled, before `started` or `failed`
         self.waiting = WaitingQueue()
         self.running: dict[int, Sequence] = {}
         self._prefilling: dict[int, Sequence] = {}  # those whose known tokens are not computed yet
@@ -231,15 +231,15 @@ class Scheduler:
             return
         if sequence.group is not None:
             self._followers[sequence.group], sequence.leads = OrderedDict(), True
-        self._wait(sequence)
+        self._enqueue(sequence)
         if self.limits.max_waiting is not None:
             self._added.append(sequence)
 
-    def _wait(self, sequence: Sequence) -> None:
+    def _enqueue(self, sequence: Sequence) -> None:
         sequence.size = len(sequence.tokens)
         if self.waiting or self._prefilling:  # else it is compared with none that comes before it
             sequence.size -= next(self._hits(sequence)).tokens
-        sequence.due = self.clock + sequence.size
+        sequence.passes_until = self.tokens_done + sequence.size
         self.waiting.add(sequence)
 
     def refused(self) -> list[Sequence]:
@@ -280,9 +280,10 @@ class Scheduler:
         last step, but not behind its beginning.
         """
         slot, starting = sequence.slot, self._starting
-        unread = int(self.slots.steps[slot])
+        unread = int(self.host.steps[slot])
         if starting is not None:
-            unread += int(((starting.planned.slots == slot) & (starting.epochs == self.slots.epochs[slot])).sum())
+            slots = starting.sequences.slots
+            unread += int((self.host.current(slots, starting.epochs) & (slots == slot)).sum())
         computed = len(sequence.tokens) + min(0, sequence.unused - 1 + unread)
         if self._states is not None and unread * max(1, sequence.unused) <= 1:
             self.register_pages(sequence, computed)
@@ -296,7 +297,7 @@ class Scheduler:
         elif followers:
             _, following = followers.popitem(last=False)
             sequence.leads, following.leads = False, True
-            self._wait(following)
+            self._enqueue(following)
         else:
             sequence.leads = False
             del self._followers[sequence.group]
@@ -304,10 +305,10 @@ class Scheduler:
     def _release_followers(self, sequence: Sequence) -> None:
         """Let the rest of a group run, once its leader's full prompt pages are in the prefix cache; at once if there is none."""
         full = (sequence.prompt_len - 1) // self._cache.page_size
-        if sequence.leads and (self.prefix_cache is None or self.slots.num_registered[sequence.slot] >= full):
+        if sequence.leads and (self.prefix_cache is None or self.host.num_registered[sequence.slot] >= full):
             sequence.leads = False
             for following in self._followers.pop(sequence.group).values():
-                self._wait(following)
+                self._enqueue(following)
 
     def reset(self, waiting: Iterable[Sequence]) -> None:
         """Drop all sequences, free all pages, and queue the sequences of `waiting`, none of which has started, in this order.
@@ -315,7 +316,7 @@ class Scheduler:
         Nothing is cached or pinned any more.
         """
         self._clear()
-        self.slots.reset()
+        self.host.reset()
         self._cache.allocator.reset()
         if self._states is not None:
             self._states.reset()
@@ -324,7 +325,7 @@ class Scheduler:
             self.add(sequence)
         self._added.clear()
 
-    def schedule(self) -> Work | None:
+    def schedule(self) -> ScheduledStep | None:
         """The sequences of the next step, with their pages reserved. None if there is nothing to compute (yet)."""
         preemptions, limit = self.num_preemptions, self._limit_tokens
         admits = bool(self.waiting) and len(self.running) < self.limits.max_num_seqs
@@ -357,7 +358,7 @@ class Scheduler:
         snapshots: tuple[Snapshot, ...] = ()
         if self._states is not None and chunks:
             snapshots = self._states.snapshots([prompt[:2] for prompt in prompts], [chunk.stop for chunk in chunks.values()])
-        self._starting = Work(planned, self.slots.epochs[planned.slots], prompts, copies, snapshots)
+        self._starting = ScheduledStep(planned, self.host.epochs[planned.slots], prompts, copies, snapshots)
         return self._starting
 
     def _schedule_prompts(self, room: _Room, admits: bool) -> dict[Sequence, PromptChunk]:
@@ -397,7 +398,7 @@ class Scheduler:
 
     def _may_pass(self, oldest: Sequence, room: _Room) -> bool:
         """Whether sequences may be admitted before the oldest: it fits, too, or is not due yet."""
-        return self.clock < oldest.due or self._fitting(oldest, room.splits) is not None
+        return self.tokens_done < oldest.passes_until or self._fitting(oldest, room.splits) is not None
 
     def _taken(self, chunk: PromptChunk) -> _Room:
         """What a prompt takes of a step's room."""
@@ -419,7 +420,7 @@ class Scheduler:
         Args:
             rows: of logits, for drafts.
         """
-        host = self.slots
+        host = self.host
         if not self._decoding:
             return NO_TOKENS, NO_TOKENS, NO_TOKENS
         if self._decoding_slots is None:
@@ -463,7 +464,7 @@ class Scheduler:
             counts: new tokens; 0 afterwards: it waits, 1: its drafts have no pages.
             plain, lens: cached tokens, without drafts and with them.
         """
-        host, size = self.slots, self._cache.page_size
+        host, size = self.host, self._cache.page_size
         for i in ((counts > 0) & (plain > host.num_pages[slots] * size)).nonzero()[0].tolist():
             slot = int(slots[i])
             sequence = host.sequences[slot]
@@ -497,10 +498,11 @@ class Scheduler:
         scored = max(0, min(stop, sequence.prefill_len - draws) - first)
         return PromptChunk(sequence.slot, start, stop - start, scored + draws, draws, stop)
 
-    def started(self, work: Work) -> None:
+    def started(self, scheduled: ScheduledStep) -> None:
         """A step with these sequences was started."""
-        host, slots = self.slots, work.planned.slots
-        self._starting, self.clock, self._steps_since = None, self.clock + work.planned.total_tokens, self._steps_since + 1
+        host, slots = self.host, scheduled.sequences.slots
+        self._starting, self._steps_since = None, self._steps_since + 1
+        self.tokens_done += scheduled.sequences.total_tokens
         if self._steps_since >= self._until_larger:
             self._limit_tokens, self._steps_since = min(2 * self._limit_tokens, self.limits.max_num_batched_tokens), 0
         if self._states is not None:
@@ -508,9 +510,9 @@ class Scheduler:
         for slot in host.unsent.intersection(slots.tolist()) if host.unsent else ():
             host.num_sent[slot] = host.num_pages[slot]
             host.unsent.remove(slot)
-        if going_on := len(slots) - len(work.prompts):
-            host.queued(slots[:going_on], work.planned.num_draws[:going_on])
-        for _, sequence, chunk in work.prompts:
+        if going_on := len(slots) - len(scheduled.prompts):
+            host.queued(slots[:going_on], scheduled.sequences.num_draws[:going_on])
+        for _, sequence, chunk in scheduled.prompts:
             if sequence.slot < 0:  # it has ended while the step was being started
                 continue
             sequence.num_prefilled += chunk.num_tokens
@@ -523,7 +525,7 @@ class Scheduler:
                     self._decoding[chunk.slot], self._decoding_slots = sequence, None
                     host.queued(chunk.slot, chunk.num_draws)
 
-    def failed(self, work: Work) -> None:
+    def failed(self, scheduled: ScheduledStep) -> None:
         """A step with these sequences did not start, because memory ran out in the middle of its layers.
 
         States may have changed by then, and pages only what the next try writes again. So sequences with states begin again.
@@ -532,8 +534,9 @@ class Scheduler:
         if self._states is not None:
             self._states.failed()
         if self._cache.has_states:
-            for slot, epoch in zip(work.planned.slots.tolist(), work.epochs.tolist(), strict=True):
-                if (sequence := self.slots.sequences[slot]) is not None and self.slots.epochs[slot] == epoch:
+            slots = scheduled.sequences.slots
+            for slot in slots[self.host.current(slots, scheduled.epochs)].tolist():
+                if (sequence := self.host.sequences[slot]) is not None:
                     self._preempt(sequence)
 
     def _hits(self, sequence: Sequence) -> Iterator[Hit]:
@@ -563,9 +566,9 @@ class Scheduler:
         """Give a waiting sequence its slot, and the pages of its tokens."""
         self.waiting.remove(sequence)
         cache, tokens = None if sequence.logits_only else self.prefix_cache, len(sequence.tokens)
-        sequence.take_slot(self.slots, hit.pages)
+        sequence.take_slot(self.host, hit.pages)
         sequence.num_prefilled, sequence.prefill_len = hit.tokens, tokens
-        self.slots.num_registered[sequence.slot] = NEVER if cache is None else len(hit.pages)
+        self.host.num_registered[sequence.slot] = NEVER if cache is None else len(hit.pages)
         if cache is not None:
             cache.take(sequence, hit)
         self._reserve(sequence, tokens)
@@ -586,21 +589,21 @@ class Scheduler:
         """Add the full pages of slots that decode to the prefix cache, but for the last token, whose KV values come with the next
         step. The steps of the other tokens must have ended."""
         if self.prefix_cache is not None:
-            host = self.slots
+            host = self.host
             for slot in slots[(host.lengths[slots] - 1) // self._cache.page_size > host.num_registered[slots]].tolist():
                 if (sequence := host.sequences[slot]) is not None:
                     self.register_pages(sequence, int(host.lengths[slot]) - 1)
 
     def register_pages(self, sequence: Sequence, computed: int) -> None:
         """Add the full pages of a sequence's first `computed` tokens to the prefix cache. Their step must have ended."""
-        registered, pages = int(self.slots.num_registered[sequence.slot]), sequence.pages
+        registered, pages = int(self.host.num_registered[sequence.slot]), sequence.pages
         full = min(computed // self._cache.page_size, len(pages))
         if self.prefix_cache is None or full <= registered:
             return
         self.extend_keys(sequence)
         for page, key in zip(pages[registered:full].tolist(), sequence.keys[registered:full], strict=True):
             self._cache.allocator.register(page, key)
-        self.slots.num_registered[sequence.slot] = full
+        self.host.num_registered[sequence.slot] = full
         self._release_followers(sequence)
 
     def pin(self, tokens: np.ndarray, longest: int = 0) -> int:
@@ -648,20 +651,20 @@ class Scheduler:
         self.num_preemptions += 1
         del self.running[sequence.id]
         self._free(sequence)
-        sequence.due = 0  # others that pass would be preempted in their turn
+        sequence.passes_until = 0  # others that pass would be preempted in their turn
         self.waiting.add(sequence)
 
     def _reserve(self, sequence: Sequence, tokens: int) -> bool:
-        needed = self._cache.pages_for(tokens) - int(self.slots.num_pages[sequence.slot])
+        needed = self._cache.pages_for(tokens) - int(self.host.num_pages[sequence.slot])
         if needed > self._cache.allocator.num_free:
             return False
         if needed > 0:
-            self.slots.add_pages(sequence.slot, self._cache.allocator.allocate(needed))
+            self.host.add_pages(sequence.slot, self._cache.allocator.allocate(needed))
         return True
 
     def _return_pages(self, slots: np.ndarray) -> None:
         """Return the pages that were reserved for drafts which turned out to be wrong."""
-        host = self.slots
+        host = self.host
         most = np.minimum(host.lengths[slots] + host.unread[slots], host.final_lens[slots])
         kept = -(-most // self._cache.page_size)
         for i in (kept < host.num_pages[slots]).nonzero()[0].tolist():

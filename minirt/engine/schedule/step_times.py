@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minirt.engine.execute.buckets import Bucket, Buckets
+from minirt.engine.buckets import Bucket, Buckets
 
 
 class PromptTime(NamedTuple):
@@ -59,5 +59,5 @@ class GraphTimes(NamedTuple):
 
     def seconds(self, seqs: int, tokens: int) -> float:
         """Of the CUDA graph for `seqs` sequences with `tokens` tokens together; infinite if there is none."""
-        bucket = self.buckets.drafting(seqs, tokens)
+        bucket = self.buckets.for_decode(seqs, tokens)
         return math.inf if bucket is None else self.measured[bucket]

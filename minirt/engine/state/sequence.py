@@ -36,11 +36,11 @@ class Sequence:
         self.logits_only = request.logits_only  # no token is drawn: the caller wants the logits of all tokens
         self.constraint: TokenConstraint | None = None
         self.slot = -1  # its row of the table of slots while it runs; −1: none
-        self.slots: HostSlots | None = None  # the arrays with this row; None: it does not run
+        self.host: HostSlots | None = None  # the arrays with this row; None: it does not run
         self.leads = False  # whether the others of its group wait until its prompt is computed
         self.arrival_rank = (0, -1)  # its priority and its place among all arrivals
         self.size = 0  # tokens to compute when it began to wait: those that were not in the prefix cache
-        self.due = 0  # if it is first and does not fit, others may pass it until `Scheduler.clock` has reached this
+        self.passes_until = 0  # if it is first and does not fit, others pass it until `Scheduler.tokens_done` reaches this
         self.blocked_at = -1  # `PageAllocator.num_changes` when it did not fit
         self.num_prefilled = 0  # of the first `prefill_len` tokens: those that are cached, or computed by a step that was started
         self.prefill_len = 0  # tokens known at the admission
@@ -70,26 +70,26 @@ class Sequence:
     @property
     def num_drafts(self) -> tuple[int, int]:
         """Drafts that were verified, and that were right."""
-        if self.slots is None:
+        if self.host is None:
             return self._drafted
-        return int(self.slots.num_drafted[self.slot]), int(self.slots.num_accepted[self.slot])
+        return int(self.host.num_drafted[self.slot]), int(self.host.num_accepted[self.slot])
 
     @property
     def tokens(self) -> np.ndarray:
         """The prompt and the tokens generated so far, at most `final_len` in total."""
-        return self._tokens if self.slots is None else self.slots.tokens[self.slot, : self.slots.lengths[self.slot]]
+        return self._tokens if self.host is None else self.host.tokens[self.slot, : self.host.lengths[self.slot]]
 
     @property
     def times(self) -> np.ndarray:
         """The `time.perf_counter` at which each generated token was known."""
-        if self.slots is None:
+        if self.host is None:
             return self._times
-        return self.slots.times[self.slot, self.prompt_len : self.slots.lengths[self.slot]]
+        return self.host.times[self.slot, self.prompt_len : self.host.lengths[self.slot]]
 
     @property
     def pages(self) -> np.ndarray:
         """Its KV pages."""
-        return NO_TOKENS if self.slots is None else self.slots.page_tables[self.slot, : self.slots.num_pages[self.slot]]
+        return NO_TOKENS if self.host is None else self.host.page_tables[self.slot, : self.host.num_pages[self.slot]]
 
     @property
     def size_rank(self) -> tuple[int, int, int]:
@@ -111,15 +111,15 @@ class Sequence:
         """Whether it runs, or a token was sampled or scored for it."""
         return self.slot >= 0 or len(self._tokens) > self.prompt_len or self.num_scored >= self.request.num_unscored
 
-    def take_slot(self, slots: HostSlots, pages: list[int]) -> None:
+    def take_slot(self, host: HostSlots, pages: list[int]) -> None:
         """Run in a free slot, with these pages."""
-        self.slot, self.slots = slots.admit(self), slots
-        slots.add_pages(self.slot, pages)
+        self.slot, self.host = host.admit(self), host
+        host.add_pages(self.slot, pages)
 
     def leave_slot(self) -> None:
         """Free the slot, and keep what the host knows: it may go on later, and draws the tokens again that the host has not read.
         Its pages are the caller's to release."""
-        if self.slots is not None:
+        if self.host is not None:
             self._tokens, self._times, self._drafted = self.tokens.copy(), self.times.copy(), self.num_drafts
-            self.slots.release(self.slot)
-            self.slot, self.slots, self.num_prefilled = -1, None, 0
+            self.host.release(self.slot)
+            self.slot, self.host, self.num_prefilled = -1, None, 0

@@ -30,7 +30,7 @@ class Reason:
     NO_TOKEN = 3  # the sampler drew −1
 
 
-def accept(tokens: list[int], length: int, final_len: int, ends: Iterable[int]) -> tuple[int, int]:
+def check_stop(tokens: list[int], length: int, final_len: int, ends: Iterable[int]) -> tuple[int, int]:
     """The stop rules: how many of a step's tokens a sequence of `length` tokens takes, and the `Reason` why it ends."""
     for count, token in enumerate(tokens):
         if token < 0:
@@ -149,6 +149,11 @@ class HostSlots:
             for rows in self._long:
                 rows.clear(slot)
 
+    def current(self, slots: np.ndarray, epochs: np.ndarray) -> np.ndarray:
+        """[N] bool, whether slots still have the sequences that they had when a step was scheduled, at these `epochs`."""
+        same: np.ndarray = self.epochs[slots] == epochs
+        return same
+
     def add_pages(self, slot: int, pages: list[int]) -> None:
         count = int(self.num_pages[slot])
         self.page_tables[slot, count : count + len(pages)] = pages
@@ -188,7 +193,7 @@ class HostSlots:
         for i in others:
             slot, new = slots[i], tokens[i, : counts[i]].tolist()
             length = int(self.lengths[slot])
-            taken[i], reasons[i] = count, _ = accept(new, length, int(self.final_lens[slot]), self.ends[slot].tolist())
+            taken[i], reasons[i] = count, _ = check_stop(new, length, int(self.final_lens[slot]), self.ends[slot].tolist())
             self.tokens[slot, length : length + count], self.times[slot, length : length + count] = new[:count], now
             self.lengths[slot] = length + count
         return taken, reasons

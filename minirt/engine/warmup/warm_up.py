@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minirt.device import on_device
-from minirt.engine.execute.buckets import Bucket, Buckets, batch_bucket
+from minirt.engine.buckets import Bucket, Buckets, batch_bucket
 from minirt.engine.execute.runner import Runner
 from minirt.engine.execute.sampler import sample
 from minirt.engine.limits import EngineLimits
@@ -138,7 +138,7 @@ def _measure_prompts(runner: Runner, model: Model) -> PromptTime:
 
     def seconds(start: int) -> float:
         batch = _batch(runner, [Chunk([0] * count, start, [0] * runner.cache.pages_for(start + count))])
-        draft = runner.graphs.drafting(Bucket(1, count), batch)
+        draft = runner.graphs.proposing(Bucket(1, count), batch)
         return _seconds([partial(model, batch, runner.cache), *([] if draft is None else [draft])])
 
     first, start = seconds(0), longest - count
@@ -166,7 +166,7 @@ def _measure_graphs(runner: Runner, buckets: Buckets) -> GraphTimes:
     """
     seconds, buffers, captured = dict[Bucket, float](), runner.buffers, runner.graphs.captured
     for bucket in [bucket for bucket in buckets.all() if not bucket.tokens and not bucket.short]:
-        buffers.send(measured_plan(runner, min(bucket.seqs, runner.limits.max_num_seqs), 1 + bucket.drafts))
+        buffers.send(measuring_step(runner, min(bucket.seqs, runner.limits.max_num_seqs), 1 + bucket.drafts))
         buffers.sent()
         if captured is not None:
             seconds[bucket] = _seconds([partial(captured.replay, key) for key in runner.graphs.keys(bucket)], _REPLAYS)
@@ -174,7 +174,7 @@ def _measure_graphs(runner: Runner, buckets: Buckets) -> GraphTimes:
     return GraphTimes(buckets, seconds)
 
 
-def measured_plan(runner: Runner, seqs: int, count: int) -> StepPlan:
+def measuring_step(runner: Runner, seqs: int, count: int) -> StepPlan:
     """A step of sequences without a prompt that go on with `count` tokens each, all different. Each replay of a CUDA graph
     applies its edits."""
     tokens = np.random.default_rng(0).integers(runner.vocab_size, size=(seqs, count), dtype=np.int32)

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from minirt.engine.schedule.scheduler import Work
+from minirt.engine.schedule.scheduler import ScheduledStep
 from minirt.engine.state.sequence import Sequence
 from minirt.engine.state.slots import NEVER, HostSlots
 from minirt.kernels.sampling.batch import COLUMNS, column_values, filters_of, fp32_temperature
@@ -21,21 +21,21 @@ _OF_FILTER = dict(zip(FILTERS, _FILTERS, strict=True))
 _HEAD = struct.Struct(f"=6i {COLUMNS} Q 2i")  # the words of a row before the next tokens
 
 
-def plan_step(work: Work, slots: HostSlots, columns: Columns, vocab: int) -> StepPlan:
+def plan_step(scheduled: ScheduledStep, host: HostSlots, columns: Columns, vocab: int) -> StepPlan:
     """The plan of a step.
 
     Args:
         vocab: columns of the logits.
     """
-    planned, rules, scored = work.planned, list[SlotRules](), list[Scored]()
+    planned, rules, scored = scheduled.sequences, list[SlotRules](), list[Scored]()
     tokens, edits = list[np.ndarray](), list[Edit]()
-    going_on = len(planned.slots) - len(work.prompts)  # the first ones; of prompts, each is looked at
-    for place, sequence, (slot, start, count, num_logits, num_draws, _) in work.prompts:
+    going_on = len(planned.slots) - len(scheduled.prompts)  # the first ones; of prompts, each is looked at
+    for place, sequence, (slot, start, count, num_logits, num_draws, _) in scheduled.prompts:
         known, stop = sequence.tokens, start + count
         # In the middle of a prompt, a proposer needs the token that follows the step's.
         following = known[stop : stop + 1].copy() if columns.drafts and not num_draws else NO_TOKENS
-        if slots.num_sent[slot] < 0:
-            slots.flags[slot], slots.num_top[slot], slots.rules_until[slot] = _needs(sequence, vocab)
+        if host.num_sent[slot] < 0:
+            host.flags[slot], host.num_top[slot], host.rules_until[slot] = _needs(sequence, vocab)
             edits.append(_admission(sequence, start, vocab, following, columns))
             if sequence.rules is not None:
                 prompt_len = sequence.prompt_len
@@ -45,46 +45,47 @@ def plan_step(work: Work, slots: HostSlots, columns: Columns, vocab: int) -> Ste
         else:
             if len(following):
                 edits.append(Edit(slot, NEXT_TOKENS, following))
-            edits += _new_pages(slots, slot, columns)
+            edits += _new_pages(host, slot, columns)
         tokens.append(known[start:stop].copy())
         if num_scored := num_logits - num_draws:
             after = stop - num_logits + 1  # the place of the first target
             targets = None if sequence.logits_only else known[after : after + num_scored].copy()
             scored.append(Scored(place, num_scored, targets, num_top(sequence.sampling.prompt_logprobs or 0, vocab)))
-    if slots.unsent and going_on:
-        for slot in slots.unsent.intersection(planned.slots[:going_on].tolist()):
-            edits += _new_pages(slots, slot, columns)
+    if host.unsent and going_on:
+        for slot in host.unsent.intersection(planned.slots[:going_on].tolist()):
+            edits += _new_pages(host, slot, columns)
     given = np.concatenate(tokens) if len(tokens) > 1 else tokens[0] if tokens else NO_TOKENS
     return StepPlan(
-        planned, given, tuple(edits), tuple(rules), tuple(scored), _sampling(work, slots), work.copies, work.snapshots
-    )
+        planned, given, tuple(edits), tuple(rules), tuple(scored), _sampling(scheduled, host), scheduled.copies,
+        scheduled.snapshots,
+    )  # fmt: skip
 
 
-def _new_pages(slots: HostSlots, slot: int, columns: Columns) -> list[Edit]:
+def _new_pages(host: HostSlots, slot: int, columns: Columns) -> list[Edit]:
     """The pages of a slot that the device does not know."""
-    first, pages = int(slots.num_sent[slot]), slots.page_tables[slot, slots.num_sent[slot] : slots.num_pages[slot]]
+    first, pages = int(host.num_sent[slot]), host.page_tables[slot, host.num_sent[slot] : host.num_pages[slot]]
     return [Edit(slot, columns.page_tables + first, pages.copy())] if len(pages) else []
 
 
-def _sampling(work: Work, slots: HostSlots) -> Sampling:
+def _sampling(scheduled: ScheduledStep, host: HostSlots) -> Sampling:
     """What the draws of a step need."""
-    drawing, draws, bits = work.planned.slots, work.planned.num_draws, 0
-    for _, sequence, chunk in work.prompts:
+    slots, draws, bits = scheduled.sequences.slots, scheduled.sequences.num_draws, 0
+    for _, sequence, chunk in scheduled.prompts:
         if chunk.num_draws:
-            past_rules = len(sequence.tokens) - sequence.prompt_len >= slots.rules_until[chunk.slot]
-            bits |= int(slots.flags[chunk.slot]) & (~_OF_RULES if past_rules else -1)
-    if going_on := len(drawing) - len(work.prompts):
-        decoding = drawing[:going_on]
-        flags = slots.flags[decoding]
+            past_rules = len(sequence.tokens) - sequence.prompt_len >= host.rules_until[chunk.slot]
+            bits |= int(host.flags[chunk.slot]) & (~_OF_RULES if past_rules else -1)
+    if going_on := len(slots) - len(scheduled.prompts):
+        decoding = slots[:going_on]
+        flags = host.flags[decoding]
         of_decoding = int(np.bitwise_or.reduce(flags))
         if of_decoding & _OF_RULES:
-            generated = slots.lengths[decoding] + slots.steps[decoding] - slots.prompt_lens[decoding]
-            flags = np.where(generated < slots.rules_until[decoding], flags, flags & ~_OF_RULES)
+            generated = host.lengths[decoding] + host.steps[decoding] - host.prompt_lens[decoding]
+            flags = np.where(generated < host.rules_until[decoding], flags, flags & ~_OF_RULES)
             of_decoding = int(np.bitwise_or.reduce(flags))
         bits |= of_decoding
     if not bits & _LOGPROBS:
         return _of_bits(bits)
-    return _of_bits(bits)._replace(logprobs=tuple(np.repeat(slots.num_top[drawing], draws).tolist()))
+    return _of_bits(bits)._replace(logprobs=tuple(np.repeat(host.num_top[slots], draws).tolist()))
 
 
 @lru_cache

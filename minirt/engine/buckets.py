@@ -117,7 +117,7 @@ class Buckets:
         }
         self.max_logits = max(bucket.num_logits for bucket in self.all())
 
-    def drafting(self, seqs: int, tokens: int) -> Bucket | None:
+    def for_decode(self, seqs: int, tokens: int) -> Bucket | None:
         """The bucket of a decode step of `seqs` sequences with `tokens` tokens together; None: there is none."""
         if seqs > self.limits.max_num_seqs:
             return None
@@ -141,7 +141,7 @@ class Buckets:
         if tokens == len(sequences.slots) == draws == logits:
             return _for_lengths(Bucket(self._batches[len(sequences.slots)]), plan)
         if self.limits.max_drafts and draws == logits == tokens and sequences.starts.max() < 0:
-            bucket = self.drafting(len(sequences.slots), tokens)
+            bucket = self.for_decode(len(sequences.slots), tokens)
             return None if bucket is None else _for_lengths(bucket, plan)
         many = logits > draws or (self.limits.max_drafts and sequences.num_draws.max() > 1)
         if tokens > self.max_tokens or many:  # more than one row of logits of a sequence: scored ones, or drafts

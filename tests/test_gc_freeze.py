@@ -6,8 +6,8 @@ import weakref
 import pytest
 from support.garbage import freeze_tests
 
-from minirt.engine import gc_freeze
-from minirt.engine.gc_freeze import freeze_gc
+from minirt import gc_freeze
+from minirt.gc_freeze import freeze_gc
 
 
 class Node:

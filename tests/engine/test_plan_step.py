@@ -12,9 +12,9 @@ from engine.test_sampling_stages import Noisy
 
 from minirt.engine.execute.runner import Runner
 from minirt.engine.limits import EngineLimits
-from minirt.engine.plan import plan_step
+from minirt.engine.plan_step import plan_step
 from minirt.engine.request import Request
-from minirt.engine.schedule.scheduler import Work, scheduled_prompts
+from minirt.engine.schedule.scheduler import ScheduledStep, scheduled_prompts
 from minirt.engine.state.sequence import Sequence
 from minirt.engine.state.slots import HostSlots
 from minirt.kernels.step.table import NEXT_TOKENS, NUM_CACHED, NUM_NEXT
@@ -25,7 +25,7 @@ from minirt.step.plan import PlannedSequences
 OTHER = """
 import pickle, sys
 sys.path[:0] = {path!r}
-from engine.test_plan import execute
+from engine.test_plan_step import execute
 plans = pickle.load(sys.stdin.buffer)
 pickle.dump([result.lists() for result in map(execute(), plans)], sys.stdout.buffer)
 """
@@ -134,7 +134,7 @@ def test_no_position_lies_beyond_the_end():
 
     def tokens_of(row, prompts):
         planned = PlannedSequences.of([row])
-        work = Work(planned, slots.epochs, scheduled_prompts(planned, prompts))
+        work = ScheduledStep(planned, slots.epochs, scheduled_prompts(planned, prompts))
         return runner.start(plan_step(work, slots, runner.columns, VOCAB)).result().lists()[0]
 
     (token,) = tokens_of((0, 0, 4, 1, 1, 4), [sequence])
