@@ -1,5 +1,6 @@
 """`replay_times`: how long the CUDA graph of a decode step takes, without the rest of the step."""
 
+from collections.abc import Iterable
 from itertools import pairwise
 
 import torch
@@ -7,7 +8,7 @@ import torch
 from minirt.engine.engine import Engine
 from minirt.engine.plan_step import plan_step
 from minirt.engine.request import Request
-from minirt.engine.schedule.scheduler import ScheduledStep, scheduled_prompts
+from minirt.engine.schedule.scheduler import PromptChunk, ScheduledPrompt, ScheduledStep
 from minirt.engine.state.sequence import Sequence
 from minirt.engine.state.slots import HostSlots
 from minirt.errors import ContextLengthError, EngineError, InputError, UnsupportedError
@@ -30,6 +31,17 @@ def replay_times(generator: Generator, batch_size: int, context_len: int, repeat
     return generator._engine.call(lambda engine: _replay(engine, batch_size, context_len, repeats))
 
 
+def scheduled(
+    sequences: Iterable[Sequence], values: Iterable[tuple[int, int, int, int, int, int]], host: HostSlots
+) -> ScheduledStep:
+    """A step that no scheduler has made: the last sequences are prompts. `values`: those of `PlannedSequences`, for each."""
+    planned, prompts = PlannedSequences.of(values), list(sequences)
+    first = len(planned.slots) - len(prompts)
+    chunks = [PromptChunk(*column) for column in planned.values[:, first:].T.tolist()]
+    known = [ScheduledPrompt(first + i, *item) for i, item in enumerate(zip(prompts, chunks, strict=True))]
+    return ScheduledStep(planned, host.epochs[planned.slots], known)
+
+
 def _replay(engine: Engine, batch_size: int, context_len: int, repeats: int) -> list[float]:
     if engine.has_work:
         raise EngineError("requests are open", where="replay_times", hint="wait until they have ended")
@@ -42,21 +54,19 @@ def _replay(engine: Engine, batch_size: int, context_len: int, repeats: int) -> 
     if batch_size * pages > allocator.num_free:
         expected = f"{batch_size * pages} free pages"
         raise ContextLengthError("too few KV pages", where="replay_times", expected=expected, found=allocator.num_free)
-    greedy, slots, sequences = resolve(SamplingParams(temperature=0.0), None), HostSlots(engine.limits, pages), list[Sequence]()
+    greedy, host, sequences = resolve(SamplingParams(temperature=0.0), None), HostSlots(engine.limits, pages), list[Sequence]()
     try:
         for i in range(batch_size):
             sequence = Sequence(Request(-1, [i % engine._vocab_size] * context_len, greedy), context_len)
-            sequence.take_slot(slots, allocator.allocate(pages))
+            sequence.take_slot(host, allocator.allocate(pages))
             sequences.append(sequence)
-        planned = PlannedSequences.of((sequence.slot, context_len - 1, 1, 1, 1, context_len) for sequence in sequences)
-        work = ScheduledStep(planned, slots.epochs[planned.slots], scheduled_prompts(planned, sequences))
-        plan = plan_step(work, slots, runner.columns, engine._vocab_size)
+        values = [(sequence.slot, context_len - 1, 1, 1, 1, context_len) for sequence in sequences]
+        plan = plan_step(scheduled(sequences, values, host), host, runner.columns, engine._vocab_size)
         graphs, bucket = runner.graphs.captured, runner.graphs.find(plan)
         if graphs is None or bucket is None:
             what = "there is no CUDA graph to time; it needs a GPU and every layer on Triton"
             raise UnsupportedError(what, where="replay_times", found=f"device {engine._device}")
-        with runner._inference, runner._on_device:
-            runner._forward(plan)  # the step's input, and the CUDA graph if there is none yet
+        runner.forward(plan)  # the step's input, and the CUDA graph if there is none yet
         for _ in range(repeats):
             graphs.replay(bucket)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]

@@ -214,7 +214,7 @@ class Processor:
         leaders: dict[tuple[int, ...], int] = {}  # by prompt: the request that computes it for all
         for i, (tokens, count) in enumerate(pairs):
             group = leaders.setdefault(tuple(tokens[:count]), call.requests[i].id)
-            call.requests[i] = replace(call.requests[i], num_unscored=count, group=group)
+            call.requests[i] = replace(call.requests[i], first_scored=count, group=group)
         return call
 
     def encode_pair(self, prompt: Prompt, completion: Prompt) -> tuple[list[int], int]:
@@ -381,7 +381,7 @@ class Call:
         """What `score` returns, once all requests of `Processor.prepare_scores` have ended. Raises as `result`."""
         self.result()
         pairs = zip(self.streams, self.requests, strict=True)
-        scores = [_score(stream.completion, request.num_unscored) for stream, request in pairs]
+        scores = [_score(stream.completion, request.first_scored) for stream, request in pairs]
         return scores[0] if self.single else scores
 
 

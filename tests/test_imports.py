@@ -11,9 +11,10 @@ from support.package import ROOT
 # From bottom to top. A module may import from lower tiers and from its own tier, without cycles. A folder may be spread over
 # tiers: a step's input and the KV cache are below the layers that read them, the engine is above.
 TIERS = [
-    ["minirt.errors", "minirt.wording", "minirt.files", "minirt.foreign_names", "minirt.progress", "minirt.sizes",
-     "minirt.settings", "minirt.threads", "minirt.user_code", "minirt.text.limited_processes", "minirt.structured",
-     "minirt.structured.contradictions", "minirt.structured.schema", "minirt.structured.params", "minirt.structured.limits"],
+    ["minirt.errors", "minirt.wording", "minirt.files", "minirt.foreign_names", "minirt.gc_freeze", "minirt.progress",
+     "minirt.sizes", "minirt.settings", "minirt.threads", "minirt.user_code", "minirt.text.limited_processes",
+     "minirt.structured", "minirt.structured.contradictions", "minirt.structured.schema", "minirt.structured.params",
+     "minirt.structured.limits"],
     ["minirt.device", "minirt.sampling_params", "minirt.kernels", "minirt.kernels.*"],
     ["minirt.modeling.config", "minirt.modeling.formats", "minirt.modeling.patterns", "minirt.modeling.quantization_config"],
     ["minirt.nn", "minirt.nn.*"],

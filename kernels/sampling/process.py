@@ -13,7 +13,8 @@ from minirt.kernels.checks import check_tensor
 from minirt.kernels.launch import cdiv
 from minirt.kernels.prepared import prepared
 from minirt.kernels.sampling.filters import BLOCK_V, row_block
-from minirt.kernels.sampling.slots import ALLOWED, HISTORY, MOST_ENTRIES, PENALTIES, Drafts, Slots
+from minirt.kernels.sampling.limits import MOST_ENTRIES
+from minirt.kernels.sampling.slots import ALLOWED, HISTORY, PENALTIES, Drafts, Slots
 
 _PENALTIES, _ALLOWED, _HISTORY = tl.constexpr(PENALTIES), tl.constexpr(ALLOWED), tl.constexpr(HISTORY)
 _MOST_ENTRIES = tl.constexpr(MOST_ENTRIES)

@@ -5,8 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from minirt.kernels.sampling.limits import MOST_ENTRIES
+
 PENALTIES, ALLOWED, HISTORY = 1, 2, 4  # bits of a slot's flags: it has penalties, allowed tokens, a history of its tokens
-MOST_ENTRIES = 4096  # of a slot's biases, of its forbidden tokens, and of the tokens in `prefixes`
 
 
 def counts_dtype(max_len: int) -> torch.dtype:

@@ -5,13 +5,11 @@ Callers may be in another process. Imports no torch.
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from minirt.errors import MinirtError
 from minirt.sampling_params import EffectiveSampling
-
-if TYPE_CHECKING:
-    from minirt.engine.execute.logits_processors import Rules
+from minirt.step.rules import Rules
 
 
 @dataclass
@@ -27,7 +25,7 @@ class Request:
         bad_words: `sampling.bad_words` in token ids.
         priority: requests with lower values run first.
         group: prompts of one group are the same, or begin alike. All but one of them wait until its pages can be shared.
-        num_unscored: with `sampling.prompt_logprobs`: number of the prompt's first tokens that get no scores.
+        first_scored: with `sampling.prompt_logprobs`: the first token of the prompt that gets a log-probability, at least 1.
         logits_only: no token is drawn; the output has the logits of all tokens of the prompt.
         final_only: all tokens come in one output, at the end (vLLM's `RequestOutputKind.FINAL_ONLY`).
         history_len: tokens of a conversation's prompt before its generation prompt: those that its next prompt is likely to begin
@@ -42,16 +40,14 @@ class Request:
     priority: int = 0
     group: int | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
-    num_unscored: int = 1
+    first_scored: int = 1
     logits_only: bool = False
     final_only: bool = False
     history_len: int = 0
 
     @property
-    def rules(self) -> "Rules | None":
+    def rules(self) -> Rules | None:
         """What it asks of its logits; None if nothing."""
-        from minirt.engine.execute.logits_processors import Rules  # imports PyTorch
-
         return Rules.of(self.sampling, self.eos_token_ids, self.bad_words)
 
 
@@ -76,7 +72,7 @@ class TokenOutput(NamedTuple):
 
     `finish_reason` is None while the request continues, then "stop", "length" or "error". With "error" there is no token, and
     `error` says what happened. `num_cached`: tokens of the prompt that were found in the prefix cache. `logprobs`: of each token,
-    if the request asks. `prompt_logprobs`: of each token of the prompt but the first `Request.num_unscored`, with the first
+    if the request asks. `prompt_logprobs`: of each token of the prompt from `Request.first_scored` on, with the first
     output of a request that asks; else None. A request with max_tokens 0 has one output, without a token. `queue_time_s`: how
     long the request waited for its first step, with its first output; else None. `logits`: [T, V] fp32 on the CPU, of a request
     with `logits_only`, whose only output has no token. `times`: the `time.perf_counter` at which each token was known, of a

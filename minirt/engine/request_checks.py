@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from minirt.engine.execute.logits_processors import Rules
 from minirt.engine.schedule.scheduler import Scheduler
 from minirt.engine.token_constraints import TokenConstraints
 from minirt.errors import ContextLengthError, InputError, UnsupportedError
 from minirt.sampling_params import MAX_PROMPT_LOGPROBS, EffectiveSampling
+from minirt.step.rules import Rules
 
 
 class RequestChecks:

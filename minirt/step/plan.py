@@ -5,12 +5,11 @@ It names sequences by slot, and says nothing that only the device knows: how man
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from minirt.engine.execute.logits_processors import Rules
+from minirt.step.rules import Rules
 
 NO_TOKENS = np.zeros(0, np.int32)
 
@@ -93,7 +92,7 @@ class SlotRules(NamedTuple):
     """The rules of a sequence that was admitted (`Rules`), with its tokens (int32): the prompt's, and the generated ones."""
 
     slot: int
-    rules: "Rules"
+    rules: Rules
     prompt: np.ndarray
     generated: np.ndarray
 

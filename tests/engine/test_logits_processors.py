@@ -13,8 +13,9 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from minirt.engine.execute.logits_processors import LogitsProcessors, Rules
+from minirt.engine.execute.logits_processors import LogitsProcessors
 from minirt.sampling_params import SamplingParams, resolve
+from minirt.step.rules import Rules
 
 V, PROMPT, GENERATED = 37, [3, 5, 5, 36, 0], [7, 5, 7, 7, 9, 11]
 

@@ -10,17 +10,16 @@ import torch
 from engine.test_engine import PAGE, VOCAB, Mock, add, engine, finish, undisturbed
 from engine.test_sampling_stages import Noisy
 
+from minirt.bench.replay import scheduled
 from minirt.engine.execute.runner import Runner
 from minirt.engine.limits import EngineLimits
 from minirt.engine.plan_step import plan_step
 from minirt.engine.request import Request
-from minirt.engine.schedule.scheduler import ScheduledStep, scheduled_prompts
 from minirt.engine.state.sequence import Sequence
 from minirt.engine.state.slots import HostSlots
 from minirt.kernels.step.table import NEXT_TOKENS, NUM_CACHED, NUM_NEXT
 from minirt.sampling_params import SamplingParams, resolve
 from minirt.step.kv_cache import KVCache, PagesSpec
-from minirt.step.plan import PlannedSequences
 
 OTHER = """
 import pickle, sys
@@ -133,9 +132,7 @@ def test_no_position_lies_beyond_the_end():
     sequence.take_slot(slots, [3, 5])
 
     def tokens_of(row, prompts):
-        planned = PlannedSequences.of([row])
-        work = ScheduledStep(planned, slots.epochs, scheduled_prompts(planned, prompts))
-        return runner.start(plan_step(work, slots, runner.columns, VOCAB)).result().lists()[0]
+        return runner.start(plan_step(scheduled(prompts, [row], slots), slots, runner.columns, VOCAB)).result().lists()[0]
 
     (token,) = tokens_of((0, 0, 4, 1, 1, 4), [sequence])
     row = runner.buffers.table[0]

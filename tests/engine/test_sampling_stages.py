@@ -13,20 +13,20 @@ from engine.test_engine import PROMPTS, SIZES, VOCAB, Mock, engine, following
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minirt.bench.replay import scheduled
 from minirt.engine import request_checks
 from minirt.engine.engine import Request
 from minirt.engine.execute import logprobs, sampling_stages
-from minirt.engine.execute.logits_processors import LogitsProcessors, Rules
+from minirt.engine.execute.logits_processors import LogitsProcessors
 from minirt.engine.execute.runner import Runner
 from minirt.engine.execute.sampler import SamplingBatch, sample
 from minirt.engine.limits import EngineLimits
 from minirt.engine.plan_step import plan_step
-from minirt.engine.schedule.scheduler import ScheduledStep, scheduled_prompts
 from minirt.engine.state.sequence import Sequence
 from minirt.engine.state.slots import HostSlots
 from minirt.errors import InputError
 from minirt.sampling_params import SamplingParams, resolve
-from minirt.step.plan import PlannedSequences
+from minirt.step.rules import Rules
 
 IDS = itertools.count(10**6)
 
@@ -97,7 +97,7 @@ def served(it, requests, unscored=None, tick=lambda: None):
             if arrival == step:
                 sampling, first = resolve(params, None), unscored[i] if unscored else 1
                 words = WORDS if sampling.bad_words else ()
-                request = Request(next(IDS), prompt, sampling, (5,), bad_words=words, num_unscored=first)
+                request = Request(next(IDS), prompt, sampling, (5,), bad_words=words, first_scored=first)
                 it.checks.check(prompt, sampling, request.rules)
                 it.add(request)
                 ids[request.id], outputs[i] = i, []
@@ -205,11 +205,11 @@ def test_a_slot_that_comes_back_is_filled_anew():
         sequence.take_slot(slots, [0, 1, 2])
         for first in (True, False):
             length = len(sequence.tokens)
-            planned = PlannedSequences.of([(slot, 0 if first else -1, length if first else 1, 1, 1, length)])
-            work = ScheduledStep(planned, slots.epochs[[slot]], scheduled_prompts(planned, [sequence] if first else []))
-            result = runner.start(plan_step(work, slots, runner.columns, VOCAB)).result()
+            row = slot, 0 if first else -1, length if first else 1, 1, 1, length
+            step = scheduled([sequence] if first else [], [row], slots)
+            result = runner.start(plan_step(step, slots, runner.columns, VOCAB)).result()
             slots.num_sent[slot] = 3
-            slots.extend(planned.slots, result.counts, result.tokens, 0.0)
+            slots.extend(step.sequences.slots, result.counts, result.tokens, 0.0)
         sequence.leave_slot()
     expected = list[int]()
     for _ in range(8):
@@ -310,9 +310,7 @@ def test_greedy_steps_need_no_logits_unless_somebody_asks(monkeypatch):
         sequence, slots = Sequence(Request(0, [1], own), 9, rules=Rules.of(own, (), ())), HostSlots(EngineLimits(64, 1, 64), 16)
         sequence.constraint = object() if options is None else None
         sequence.take_slot(slots, [0])
-        planned = PlannedSequences.of([(0, 0, 1, 1, 1, 1)])
-        work = ScheduledStep(planned, slots.epochs, scheduled_prompts(planned, [sequence]))
-        plan = plan_step(work, slots, runner.columns, VOCAB)
+        plan = plan_step(scheduled([sequence], [(0, 0, 1, 1, 1, 1)], slots), slots, runner.columns, VOCAB)
         if plan.sampling.masked:
             forward = runner.forward(plan)
             runner.masks(1).fill_(-1)

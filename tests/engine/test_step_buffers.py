@@ -158,7 +158,7 @@ edits = tuple(Edit(s, own.columns.page_tables, np.arange(132, dtype=np.int32)) f
 sequences = PlannedSequences.of((s, -1, 1, 1, 1, 8448) for s in range(256))
 own.send(StepPlan(sequences, edits=edits))
 own.send(StepPlan(PlannedSequences.of([(0, 0, 40000, 1, 1, 40000)]), np.arange(40000, dtype=np.int32)))
-print(len(os.listdir("/proc/self/task")) - before, int(own._message.host()[own._tokens_at + 39999]) in (0, 39999))
+print(len(os.listdir("/proc/self/task")) - before, int(own._message.next_host()[own._tokens_at + 39999]) in (0, 39999))
 torch.ones(36000).exp()
 print(len(os.listdir("/proc/self/task")) - before)
 """

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from minirt.device import is_out_of_memory
-from minirt.engine.execute.logits_processors import PROCESSED_ROWS, LogitsProcessors, Rules
+from minirt.engine.execute.logits_processors import PROCESSED_ROWS, LogitsProcessors
 from minirt.engine.execute.logprobs import MAX_TOP, TokenLogprobs, columns, token_logprobs, unpack
 from minirt.engine.execute.sampler import sample
 from minirt.engine.execute.step_buffers import CpuGpuBuffer, StepView, to_device
 from minirt.engine.limits import EngineLimits
 from minirt.kernels.sampling.slots import Drafts
 from minirt.step.plan import SlotRules, StepPlan
+from minirt.step.rules import Rules
 
 SCORED_ROWS = 64  # of a prompt's logits that are scored at once
 
@@ -78,7 +79,7 @@ class SamplingStages:
 
     def masks(self, count: int) -> Tensor:
         """The host's buffer for the masks of `count` draws, [count, ceil(V / 32)] int32, to be written before `draw`."""
-        return self._masks.host()[:count]
+        return self._masks.next_host()[:count]
 
     def fill_slots(self, rules: Sequence[SlotRules]) -> None:
         """Write what the device keeps for the rules of admitted sequences. The host knows all their tokens.

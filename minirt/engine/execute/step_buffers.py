@@ -50,7 +50,7 @@ class CpuGpuBuffer:
         self._turn = 0  # which of the two is written
         self._views: dict[int | None, list[Tensor]] = {}  # the first rows of all three tensors, by their number
 
-    def host(self) -> Tensor:
+    def next_host(self) -> Tensor:
         """The host buffer for the next step's values. Waits until its previous values have reached the device."""
         self._turn = 1 - self._turn
         if self._copied:
@@ -58,12 +58,12 @@ class CpuGpuBuffer:
         return self._host[self._turn]
 
     def array(self) -> np.ndarray:
-        """`host` as an array."""
-        self.host()
+        """`next_host` as an array."""
+        self.next_host()
         return self._arrays[self._turn]
 
     def send(self, count: int | None = None) -> None:
-        """Queue the copy of the last buffer returned by `host` to the device: its first `count` rows, or all rows."""
+        """Queue the copy of the last buffer returned by `next_host` to the device: its first `count` rows, or all rows."""
         self.copy(count)
         self.copied()
 
@@ -74,7 +74,7 @@ class CpuGpuBuffer:
         views[2].copy_(views[self._turn], non_blocking=True)
 
     def copied(self) -> None:
-        """The second part of `send`: from now on, `host` waits for the copy."""
+        """The second part of `send`: from now on, `next_host` waits for the copy."""
         if self._copied:
             self._copied[self._turn].record()
 

@@ -11,7 +11,7 @@ import heapq
 import operator
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -53,13 +53,8 @@ class ScheduledPrompt(NamedTuple):
     chunk: PromptChunk
 
 
-def scheduled_prompts(planned: PlannedSequences, sequences: Iterable[Sequence]) -> list[ScheduledPrompt]:
-    """The sequences of a step of prompts alone, in order."""
-    return [ScheduledPrompt(i, each, PromptChunk(*planned.values[:, i].tolist())) for i, each in enumerate(sequences)]
-
-
 class ScheduledStep(NamedTuple):
-    """The sequences of the next step.
+    """The sequences of the next step, in order, and what changes before it.
 
     Args:
         epochs: [B], of their slots; see `HostSlots`.
@@ -269,25 +264,26 @@ class Scheduler:
             self._leave_group(sequence)
         generated = len(sequence.tokens) > sequence.prompt_len
         if self._states is not None and sequence.slot in self._decoding and generated and not failed:
-            self._keep_end(sequence)
+            self._keep_end(sequence, self._states)
         self._free(sequence)
 
-    def _keep_end(self, sequence: Sequence) -> None:
+    def _keep_end(self, sequence: Sequence, states: StatePrefixCache) -> None:
         """Tell the prefix cache how many tokens are in the state of a sequence that ends.
 
         The steps that the host has read have computed all its tokens but the last one, and this one too if the sequence did not
         take all that they yield. A step in flight computes the next token. With drafts, a state can go back to any token of its
         last step, but not behind its beginning.
         """
-        slot, starting = sequence.slot, self._starting
-        unread = int(self.host.steps[slot])
+        slot, starting, unused = sequence.slot, self._starting, sequence.unused
+        steps = int(self.host.steps[slot])  # that the host has not read
         if starting is not None:
             slots = starting.sequences.slots
-            unread += int((self.host.current(slots, starting.epochs) & (slots == slot)).sum())
-        computed = len(sequence.tokens) + min(0, sequence.unused - 1 + unread)
-        if self._states is not None and unread * max(1, sequence.unused) <= 1:
-            self.register_pages(sequence, computed)
-            self._states.ended(sequence, computed)
+            steps += int((self.host.current(slots, starting.epochs) & (slots == slot)).sum())
+        if steps and (steps > 1 or unused > 1):  # the state may be behind the sequence's end, or at a token that is not its own
+            return
+        computed = len(sequence.tokens) - (unused == 0 and steps == 0)
+        self.register_pages(sequence, computed)
+        states.ended(sequence, computed)
 
     def _leave_group(self, sequence: Sequence) -> None:
         """If it led its group, the next one does."""
@@ -367,34 +363,45 @@ class Scheduler:
         Half of the room goes to the oldest prompts, the rest to those with the fewest tokens left. So a short prompt does not
         wait for a long one, and a long one takes at most twice as long beside any number of short ones.
         """
-        chunks = dict[Sequence, PromptChunk]()
-        first = part = room if len(self._prefilling) + len(self.waiting) == 1 else room.half()
-        for rank, waiting in ((_by_arrival, self.waiting.oldest), (_by_size, self.waiting.smallest)):
-            prompts = self._prefilling.values()
-            rest = (prompt for prompt in prompts if prompt not in chunks or chunks[prompt].stop < prompt.prefill_len)
-            pending = sorted(rest, key=rank, reverse=True)
-            enters = admits and bool(self.waiting) and self._may_pass(self.waiting.oldest(), part)
-            while part.tokens > 0:
-                enters = enters and bool(self.waiting) and len(self.running) < self.limits.max_num_seqs and part.rows > 0
-                if enters and (not pending or rank(waiting()) < rank(pending[-1])):
-                    sequence, least = waiting(), 1
-                    in_time = not chunks or self._in_time(0, part.tokens, part.seconds)
-                    if not in_time or (hit := self._fitting(sequence, part.splits)) is None:
-                        enters = False
-                        continue
-                    self._admit(sequence, hit)
-                    part = part._replace(rows=part.rows - 1)
-                elif pending:
-                    sequence, least = pending.pop(), int(not chunks)
-                else:
-                    break
-                free = part.plus(self._taken(chunks[sequence])) if sequence in chunks else part
-                if (chunk := self._chunk(sequence, free, least)) is not None:
-                    chunks[sequence], part = chunk, free.less(self._taken(chunk))
-            if first is room:  # a single prompt
-                break
-            part = part.plus(room).less(first)
+        chunks, alone = dict[Sequence, PromptChunk](), len(self._prefilling) + len(self.waiting) == 1
+        part = room if alone else room.half()
+        rest = self._add_prompts(chunks, part, admits, _by_arrival, self.waiting.oldest)
+        if not alone:
+            self._add_prompts(chunks, rest.plus(room).less(part), admits, _by_size, self.waiting.smallest)
         return chunks
+
+    def _add_prompts(
+        self, chunks: dict[Sequence, PromptChunk], room: _Room, admits: bool, rank: Callable[[Sequence], Any],
+        first_waiting: Callable[[], Sequence],
+    ) -> _Room:  # fmt: skip
+        """Add chunks of prompts to a step, in the order of `rank`. Returns the room that is left.
+
+        Args:
+            chunks: those that the step has already, which may get longer.
+            first_waiting: the first waiting sequence by `rank`.
+        """
+        prompts = self._prefilling.values()
+        unfinished = (prompt for prompt in prompts if prompt not in chunks or chunks[prompt].stop < prompt.prefill_len)
+        pending = sorted(unfinished, key=rank, reverse=True)
+        admits = admits and bool(self.waiting) and self._may_pass(self.waiting.oldest(), room)
+        while room.tokens > 0:
+            admits = admits and bool(self.waiting) and len(self.running) < self.limits.max_num_seqs and room.rows > 0
+            if admits and (not pending or rank(first_waiting()) < rank(pending[-1])):
+                sequence, least = first_waiting(), 1
+                in_time = not chunks or self._in_time(0, room.tokens, room.seconds)
+                if not in_time or (hit := self._fitting(sequence, room.splits)) is None:
+                    admits = False
+                    continue
+                self._admit(sequence, hit)
+                room = room._replace(rows=room.rows - 1)
+            elif pending:
+                sequence, least = pending.pop(), int(not chunks)
+            else:
+                break
+            free = room.plus(self._taken(chunks[sequence])) if sequence in chunks else room
+            if (chunk := self._chunk(sequence, free, least)) is not None:
+                chunks[sequence], room = chunk, free.less(self._taken(chunk))
+        return room
 
     def _may_pass(self, oldest: Sequence, room: _Room) -> bool:
         """Whether sequences may be admitted before the oldest: it fits, too, or is not due yet."""
@@ -487,8 +494,8 @@ class Scheduler:
         """
         start, first = sequence.num_prefilled, sequence.prefill_len
         tokens = max(least, self._in_time(start, room.tokens, room.seconds))
-        if sequence.logits_only or sequence.unscored:
-            first = max(start, sequence.num_scored)
+        if sequence.logits_only or sequence.num_to_score:
+            first = max(start, sequence.logits_from)
         stop = min(sequence.prefill_len, start + tokens, first + room.rows + 1)
         if stop <= start or _splits(stop) > room.splits:
             return None
@@ -516,7 +523,7 @@ class Scheduler:
             if sequence.slot < 0:  # it has ended while the step was being started
                 continue
             sequence.num_prefilled += chunk.num_tokens
-            sequence.num_scored += chunk.num_logits - chunk.num_draws
+            sequence.logits_from += chunk.num_logits - chunk.num_draws
             if self._states is not None:
                 self._states.computed(sequence)
             if sequence.num_prefilled == sequence.prefill_len:
@@ -544,7 +551,7 @@ class Scheduler:
         if self.prefix_cache is None or sequence.logits_only:
             return iter([NO_HIT])
         # At least one token is computed. The logits of token i score token i + 1.
-        known = sequence.num_scored if sequence.unscored else len(sequence.tokens) - 1
+        known = sequence.logits_from if sequence.num_to_score else len(sequence.tokens) - 1
         return self.prefix_cache.hits(sequence.keys, sequence.tokens, sequence.request.cache_salt, known)
 
     def _fitting(self, sequence: Sequence, splits: int) -> Hit | None:

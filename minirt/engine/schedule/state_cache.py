@@ -129,7 +129,7 @@ class StatePrefixCache(PrefixCache):
         # A snapshot saves the tokens since the one before it. Fewer than a page of them take no time beside a step's others.
         request, last = sequence.request, sequence.prompt_len - 1  # an identical prompt computes its last token
         if request.sampling.prompt_logprobs is not None:  # and the first token whose logits are needed
-            last = request.num_unscored - 1
+            last = request.first_scored - 1
         wanted, before = list[int](), hit.tokens
         for place in sorted((hit.matched, min(request.history_len or last, last))):
             if place - before >= self._page_size:

@@ -1,7 +1,6 @@
 """`Sequence`: what the host knows of one request while it waits and runs."""
 
 from array import array
-from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
@@ -10,9 +9,7 @@ from minirt.engine.request import Request, TokenLogprobs
 from minirt.engine.state.slots import NEVER, HostSlots
 from minirt.engine.token_constraints import TokenConstraint
 from minirt.step.plan import NO_TOKENS
-
-if TYPE_CHECKING:
-    from minirt.engine.execute.logits_processors import Rules
+from minirt.step.rules import Rules
 
 _NO_TIMES = np.zeros(0)
 
@@ -29,7 +26,7 @@ class Sequence:
         ends: tokens that end it.
     """
 
-    def __init__(self, request: Request, final_len: int, ends: tuple[int, ...] = (), rules: "Rules | None" = None) -> None:
+    def __init__(self, request: Request, final_len: int, ends: tuple[int, ...] = (), rules: Rules | None = None) -> None:
         self.request, self.final_len, self.ends, self.rules = request, final_len, ends, rules
         self.id, self.sampling, self.prompt_len = request.id, request.sampling, len(request.prompt_token_ids)
         self.group = request.group  # the sequences of one group have the same prompt
@@ -44,9 +41,9 @@ class Sequence:
         self.blocked_at = -1  # `PageAllocator.num_changes` when it did not fit
         self.num_prefilled = 0  # of the first `prefill_len` tokens: those that are cached, or computed by a step that was started
         self.prefill_len = 0  # tokens known at the admission
-        # Number of prompt tokens after the first that need no scores, or whose scores are known or in a step. With `logits_only`:
-        # number of prompt tokens whose logits are.
-        self.num_scored = request.num_unscored - 1
+        # The first prompt token whose logits steps are still to compute for the caller: of all with `logits_only`, else of those
+        # before a scored token.
+        self.logits_from = request.first_scored - 1
         self.keys: list[bytes] = []  # keys of its first full pages; see `PrefixCache`
         self.last_snapshot: int = NEVER  # tokens in the last snapshot of its state, taken or found; `NEVER`: it takes none
         self.next_snapshots: tuple[int, ...] = ()  # numbers of prompt tokens after which snapshots are to be taken
@@ -102,14 +99,14 @@ class Sequence:
         return priority, left.bit_length(), arrival
 
     @property
-    def unscored(self) -> int:
+    def num_to_score(self) -> int:
         """Number of prompt tokens that still are to be scored."""
-        return 0 if self.sampling.prompt_logprobs is None else self.prompt_len - 1 - self.num_scored
+        return 0 if self.sampling.prompt_logprobs is None else self.prompt_len - 1 - self.logits_from
 
     @property
     def has_started(self) -> bool:
         """Whether it runs, or a token was sampled or scored for it."""
-        return self.slot >= 0 or len(self._tokens) > self.prompt_len or self.num_scored >= self.request.num_unscored
+        return self.slot >= 0 or len(self._tokens) > self.prompt_len or self.logits_from >= self.request.first_scored
 
     def take_slot(self, host: HostSlots, pages: list[int]) -> None:
         """Run in a free slot, with these pages."""

@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from minirt.engine.execute.logits_processors import LogitsProcessors, Rules
+from minirt.engine.execute.logits_processors import LogitsProcessors
 from minirt.engine.execute.logprobs import token_logprobs
 from minirt.kernels import embedding, launch, norm, rope
 from minirt.kernels.attention import dispatch as attention
@@ -43,6 +43,7 @@ from minirt.kernels.step import copies
 from minirt.kernels.step import kernels as step
 from minirt.kernels.step.rows import RowTable
 from minirt.kernels.step.table import MAX_SNAPSHOTS, Columns, Rows, StepTensors
+from minirt.step.rules import Rules
 
 HIDDEN, INTER, PAGE = 3584, 18944, 64  # Qwen2.5-7B
 LARGE = ((200, 3000), (500, INTER), (8192, INTER))  # tokens and width: every tile of the tables of `gemm`

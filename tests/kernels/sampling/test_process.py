@@ -11,12 +11,14 @@ import pytest
 import torch
 from support.raising import raises
 
-from minirt.engine.execute.logits_processors import LogitsProcessors, Rules
+from minirt.engine.execute.logits_processors import LogitsProcessors
 from minirt.engine.execute.logprobs import MAX_TOP, columns, token_logprobs, unpack
 from minirt.errors import InputError
 from minirt.kernels.sampling import logprobs as logprob_kernels
 from minirt.kernels.sampling import process as kernels
-from minirt.kernels.sampling.slots import MOST_ENTRIES, Drafts
+from minirt.kernels.sampling.limits import MOST_ENTRIES
+from minirt.kernels.sampling.slots import Drafts
+from minirt.step.rules import Rules
 
 INF, ALL = math.inf, {"any_bias": True, "any_ban": True}
 
