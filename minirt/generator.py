@@ -268,8 +268,8 @@ class Generator:
         Waits until the KV cache has room for them beside the running requests.
         """
         tokens = self.encode(token_ids)
-        self._engine.engine.checks.check_logits(tokens)
         nothing = resolve(None, None).with_values(max_tokens=0)
+        self._engine.engine.checks.check(tokens, nothing)
         outputs: SimpleQueue[list[TokenOutput]] = SimpleQueue()
         request = Request(self._engine.new_id(), tokens, nothing, logits_only=True)
         try:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from minirt.engine.schedule.scheduler import Scheduler
 from minirt.engine.token_constraints import TokenConstraints
-from minirt.errors import ContextLengthError, InputError, UnsupportedError
+from minirt.errors import InputError, UnsupportedError
 from minirt.sampling_params import MAX_PROMPT_LOGPROBS, EffectiveSampling
 from minirt.step.rules import Rules
 
@@ -37,7 +37,7 @@ class RequestChecks:
         """
         new = 1 if sampling is None else min(1, sampling.max_tokens)
         self._scheduler.check_length(len(prompt_token_ids), new)  # before its tokens are looked at: it may be very long
-        self.check_tokens(prompt_token_ids)
+        self._check_tokens(prompt_token_ids)
         if sampling is not None:
             scored, listed = len(prompt_token_ids) - 1, sampling.prompt_logprobs or 0
             listed = self._vocab_size if listed < 0 else listed
@@ -68,13 +68,7 @@ class RequestChecks:
                 place = "min_tokens" if rules.end_ids else "bad_words"
                 raise InputError(what, where=place, expected="an allowed token that is not forbidden", found="none")
 
-    def check_logits(self, tokens: Sequence[int]) -> None:
-        """Raise InputError or ContextLengthError if `logits` can never compute these tokens. Any thread may call it."""
-        self.check_tokens(tokens)
-        if len(tokens) > (most := self._scheduler.max_len):
-            raise ContextLengthError("too many tokens", expected=f"at most {most}", found=len(tokens))
-
-    def check_tokens(self, tokens: Sequence[int]) -> None:
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
         """Raise InputError unless `tokens` is a non-empty list of token ids of the model."""
         if len(tokens) == 0:
             raise InputError("the prompt is empty", hint="give at least one token")

@@ -80,10 +80,7 @@ class PlannedSequences:
     @classmethod
     def of(cls, sequences: Iterable[tuple[int, int, int, int, int, int]]) -> "PlannedSequences":
         """From one tuple of these values for each sequence."""
-        return cls.with_totals(np.array(list(sequences), np.int64).reshape(-1, 6).T)
-
-    @classmethod
-    def with_totals(cls, values: np.ndarray) -> "PlannedSequences":
+        values = np.array(list(sequences), np.int64).reshape(-1, 6).T
         tokens, logits, draws = values[2:5].sum(1).tolist()
         return cls(values, *values, tokens, logits, draws)  # type: ignore[call-arg]  # mypy does not count the rows
 
