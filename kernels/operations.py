@@ -217,17 +217,17 @@ OPERATIONS = {
         Operation(
             "sample", "sampling.sample", "a token for each row of logits: temperature, top-k, top-p, min-p, draw",
             ("sampling.sample:_race_kernel", "sampling.sample:_check_kernel", "sampling.filters:_select_kernel"),
-            ("minirt.engine.execute.sampler:sample",), "sampling.sample:cost", "sampling.sample:CASES", exported=True,
-            no_op="its reference is the engine's sampler, which `kernels` may not import",
+            ("sampling.reference:sample",), "sampling.sample:cost", "sampling.sample:CASES", exported=True,
+            no_op="it draws with the records of minirt's sampler",
         ),
         Operation(
             "process", "sampling.process", "masks, biases and penalties of logits", ("sampling.process:_process_kernel",),
-            ("minirt.engine.execute.logits_processors:process",), no_op="it reads and counts in buffers of minirt's sampler",
+            ("sampling.reference:process",), no_op="it reads and counts in buffers of minirt's sampler",
         ),
         Operation(
             "token_logprobs", "sampling.logprobs", "log-probabilities and ranks of tokens, and the most probable tokens",
             ("sampling.logprobs:_parts_kernel", "sampling.logprobs:_combine_kernel"),
-            ("minirt.engine.execute.logprobs:token_logprobs",),
+            ("sampling.reference:token_logprobs",),
             no_op="its result is packed for minirt's sampler",
         ),
         Operation(

@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minirt.bench.bounds import Floor, floor
-from minirt.engine.execute.sampler import SamplingBatch, sample
 from minirt.errors import UnsupportedError
 from minirt.kernels import reference
 from minirt.kernels.operations import OPERATIONS
+from minirt.kernels.sampling.batch import SamplingBatch
+from minirt.kernels.sampling.dispatch import sample
 from minirt.modeling.config import ModelConfig
 from minirt.sampling_params import SamplingParams, resolve
 

@@ -85,8 +85,9 @@ def list_variants(cc: int, models: Sequence[str], calls: Path | None) -> list[Li
     from triton.backends.compiler import GPUTarget
     from triton.runtime import JITFunction, driver
 
-    from minirt.engine.execute import logits_processors, logprobs, sampler, step_buffers, step_graphs
+    from minirt.engine.execute import logits_processors, step_buffers, step_graphs
     from minirt.kernels import launch
+    from minirt.kernels.sampling import dispatch
 
     class NoDevice:
         """The part of a Triton driver that compilation needs."""
@@ -102,7 +103,7 @@ def list_variants(cc: int, models: Sequence[str], calls: Path | None) -> list[Li
 
     driver.set_active(NoDevice())
     launch._INTERPRETER, launch._INTERPRETER_SMS = cc, SMS[cc]  # on a CPU, kernels are configured for this GPU
-    for module in (logits_processors, logprobs, sampler, step_buffers):
+    for module in (logits_processors, dispatch, step_buffers):
         module.is_nvidia = lambda device: True  # type: ignore[attr-defined]
     step_graphs.CudaGraphs = lambda *_: object()  # type: ignore[assignment, misc]  # nothing is captured
     lists, run = _Lists(), JITFunction.run

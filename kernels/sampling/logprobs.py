@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens and of the most probable ones: the same as by `minirt.engine.execute.logprobs`, which defines them.
+"""Log-probabilities of tokens and of the most probable ones: the same as by `reference.py`, which defines them.
 
 Several programs share the vocabulary of a row. A second kernel combines their maxima, sums of exponentials, largest logits and
 ranks with one program for each row, in a fixed order, so a row's result does not depend on the batch.
@@ -15,8 +15,8 @@ from minirt.kernels.checks import check_tensor
 from minirt.kernels.launch import cdiv, next_power_of_2
 from minirt.kernels.prepared import prepared
 from minirt.kernels.sampling.filters import BLOCK_V, row_block
+from minirt.kernels.sampling.limits import MAX_TOP
 
-MAX_TOP = 20  # tokens that can be listed for each row
 _MOST = tl.constexpr(MAX_TOP)
 
 
@@ -90,7 +90,7 @@ class LogprobsWorkspace:
 def token_logprobs(
     logits: Tensor, tokens: Tensor, wanted: Tensor, out: Tensor, workspace: LogprobsWorkspace | None = None
 ) -> Tensor:
-    """See `minirt.engine.execute.logprobs.token_logprobs`, for at most MAX_TOP tokens a row. 2 launches, no sync with the host.
+    """See `dispatch.token_logprobs`, for at most MAX_TOP tokens a row. 2 launches, no sync with the host.
 
     Raises:
         InputError: a wrong shape, dtype or device; a workspace that is too small.

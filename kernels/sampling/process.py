@@ -1,4 +1,4 @@
-"""Masks, biases and penalties before the draw: the results of `minirt.engine.execute.logits_processors`, which defines them.
+"""Masks, biases and penalties before the draw: the results of `reference.py`, which defines them.
 
 `process` writes processed logits; `record` counts the tokens that were drawn from them. Rows without a slot are copied.
 """

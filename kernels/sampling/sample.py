@@ -1,4 +1,4 @@
-"""From logits to tokens without sorting the vocabulary: the draws of `minirt.engine.execute.sampler.sample`, which defines them.
+"""From logits to tokens without sorting the vocabulary: the draws of `reference.py`, which defines them.
 
 Several programs share the vocabulary of a row. Partial results are maxima, (value, index) packed into one integer, and integer
 sums of counts and masses. So a row's token depends neither on the batch nor on the scheduling of programs.

@@ -16,7 +16,7 @@ from minirt.errors import MinirtError, printable
 from minirt.sizes import format_size
 
 if TYPE_CHECKING:
-    from minirt.engine.execute.logprobs import TokenLogprobs
+    from minirt.engine.request import TokenLogprobs
     from minirt.generator import Generator
     from minirt.outputs import Completion
 

@@ -8,9 +8,11 @@ import pytest
 import torch
 from scipy import stats
 
-from minirt.engine.execute.sampler import SamplingBatch, exponential_noise, filtered_weights, sample
 from minirt.errors import InputError
+from minirt.kernels.sampling.batch import SamplingBatch
+from minirt.kernels.sampling.dispatch import sample
 from minirt.kernels.sampling.philox import philox, uniform
+from minirt.kernels.sampling.reference import exponential_noise, filtered_weights
 from minirt.sampling_params import EffectiveSampling, SamplingParams, resolve
 
 INF, NAN = math.inf, math.nan

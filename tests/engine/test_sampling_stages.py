@@ -16,15 +16,16 @@ from hypothesis import strategies as st
 from minirt.bench.replay import scheduled
 from minirt.engine import request_checks
 from minirt.engine.engine import Request
-from minirt.engine.execute import logprobs, sampling_stages
+from minirt.engine.execute import sampling_stages
 from minirt.engine.execute.logits_processors import LogitsProcessors
 from minirt.engine.execute.runner import Runner
-from minirt.engine.execute.sampler import SamplingBatch, sample
 from minirt.engine.limits import EngineLimits
 from minirt.engine.plan_step import plan_step
 from minirt.engine.state.sequence import Sequence
 from minirt.engine.state.slots import HostSlots
 from minirt.errors import InputError
+from minirt.kernels.sampling.batch import SamplingBatch
+from minirt.kernels.sampling.dispatch import sample
 from minirt.sampling_params import SamplingParams, resolve
 from minirt.step.rules import Rules
 
@@ -275,7 +276,7 @@ def test_nobody_asks_nothing_runs(monkeypatch):
     monkeypatch.setattr(LogitsProcessors, "process", lambda self, logits, *rest, **flags: ran.append("process") or logits)
     monkeypatch.setattr(LogitsProcessors, "record", lambda self, *rest: ran.append("record"))
     monkeypatch.setattr(LogitsProcessors, "fill", lambda self, *rest: ran.append("fill"))
-    scores = logprobs.token_logprobs
+    scores = sampling_stages.token_logprobs
     monkeypatch.setattr(sampling_stages, "token_logprobs", lambda *a, **k: ran.append("logprobs") or scores(*a, **k))
     it, _ = engine()
     run(it, [(0, [1, 2, 3], SamplingParams(max_tokens=4, temperature=t, top_k=3)) for t in (0.0, 0.9)])

@@ -21,8 +21,8 @@ from minirt.engine.collect.collector import no_token
 from minirt.engine.compiling_requests import CompilingRequests
 from minirt.engine.engine import Request
 from minirt.engine.execute import sampling_stages
-from minirt.engine.execute.sampler import sample
 from minirt.errors import EngineError, InputError, NumericsError, UnsupportedError
+from minirt.kernels.sampling.dispatch import sample
 from minirt.sampling_params import SamplingParams, resolve
 
 IDS = itertools.count(2 * 10**6)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from minirt.engine.execute.logits_processors import unpacked
 from minirt.engine.execute.runner import StepResult
 from minirt.engine.request import TokenLogprobs, TokenOutput
 from minirt.engine.schedule.scheduler import ScheduledStep, Scheduler
@@ -17,6 +16,7 @@ from minirt.engine.state.sequence import Sequence
 from minirt.engine.state.slots import Reason
 from minirt.engine.token_constraints import ConstrainedRows, TokenConstraints
 from minirt.errors import InputError, MinirtError, NumericsError
+from minirt.kernels.sampling.reference import unpacked
 
 Deliver = Callable[[list[TokenOutput]], None]
 _FINISH_REASONS: dict[int, str | None] = {Reason.RUNS: None, Reason.STOP: "stop", Reason.LENGTH: "length"}

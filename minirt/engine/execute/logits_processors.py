@@ -4,8 +4,7 @@ Each running sequence has a slot, whose data lives on the device as long as the 
 that the host knows; after that `record` counts every token where it is drawn, so the next step needs nothing from the host.
 docs/design/sampling.md describes the stages and the data.
 
-The eager form here runs on any device and defines the result. On a GPU the kernels of `minirt.kernels.sampling.process` compute
-it.
+On a GPU the kernels of `minirt.kernels.sampling.process` compute the result, elsewhere `minirt.kernels.sampling.reference`.
 """
 
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from minirt.device import is_nvidia
 from minirt.engine.execute.step_buffers import to_device
+from minirt.kernels.sampling import reference
 from minirt.kernels.sampling.limits import MOST_ENTRIES
 from minirt.kernels.sampling.slots import ALLOWED, HISTORY, PENALTIES, Drafts, Slots, counts_dtype
 from minirt.step.rules import Rules
@@ -110,7 +110,7 @@ class LogitsProcessors:
                 logits.to(torch.float32).contiguous(), self._out[: len(logits)], rows, step, self.slots,
                 any_bias=any_bias, any_ban=any_ban, mask=mask, drafts=drafts,
             )  # fmt: skip
-        return process(logits, rows, step, self.slots, mask, drafts)
+        return reference.process(logits, rows, step, self.slots, mask, drafts)
 
     def record(self, tokens: Tensor, rows: Tensor, step: Tensor) -> None:
         """Count the `tokens` [B] int64 that were drawn at `step` from `process`ed rows; -1: no token."""
@@ -119,7 +119,7 @@ class LogitsProcessors:
 
             kernels.record(tokens, rows, step, self.slots, self._vocab)
         else:
-            record(tokens, rows, step, self.slots)
+            reference.record(tokens, rows, step, self.slots)
 
 
 def _bitmask(allowed: Sequence[int], words: int) -> list[int]:
@@ -128,70 +128,3 @@ def _bitmask(allowed: Sequence[int], words: int) -> list[int]:
     for token in allowed:
         bits[token >> 3] |= 1 << (token & 7)
     return memoryview(bits).cast("i").tolist()
-
-
-def process(
-    logits: Tensor, rows: Tensor, step: Tensor, slots: Slots, mask: Tensor | None = None, drafts: Drafts | None = None
-) -> Tensor:  # fmt: skip
-    """The eager form of `LogitsProcessors.process`."""
-    x = logits.to(torch.float32, copy=True)
-    at, ruled = rows.clamp(min=0).long(), (rows >= 0).unsqueeze(1)
-    meta = torch.where(ruled, slots.meta[at], 0)
-    flags, biases = meta[:, :1], int(meta[:, 1].max()) if len(meta) else 0
-    if mask is not None:
-        x.masked_fill_(~unpacked(mask, x.shape[1]), -torch.inf)
-    if (flags & ALLOWED).any():
-        x.masked_fill_((flags & ALLOWED > 0) & ~unpacked(slots.allowed[at], x.shape[1]), -torch.inf)
-    if biases:
-        inside = torch.arange(biases, device=x.device) < meta[:, 1:2]
-        ids, values = slots.bias_ids[:, :biases][at], slots.biases[:, :biases][at]
-        x.scatter_add_(1, torch.where(inside, ids, 0).long(), torch.where(inside, values, 0.0))
-    if meta[:, 2].any():
-        x.masked_fill_(_banned(at, meta[:, 2:3], step.unsqueeze(1), slots, x.shape[1], drafts), -torch.inf)
-    if (flags & PENALTIES).any():
-        presence, frequency, repetition, _ = slots.penalties[at].unsqueeze(-1).unbind(1)
-        counts = slots.counts[at, : x.shape[1]].int()
-        if slots.counts.dtype == torch.int16:
-            counts &= 0xFFFF
-        if drafts is not None:
-            before = torch.arange(drafts.tokens.shape[1], device=x.device) < drafts.counts.unsqueeze(1)
-            counts.scatter_add_(1, torch.where(before, drafts.tokens[at], 0).long(), 2 * before.int())
-        generated = counts >> 1
-        y = torch.where(counts > 0, torch.where(x > 0, x / repetition, x * repetition), x)
-        y = y - frequency * generated - torch.where(generated > 0, presence, 0.0)
-        x = torch.where(flags & PENALTIES > 0, y, x)
-    return x
-
-
-def _banned(at: Tensor, count: Tensor, step: Tensor, slots: Slots, vocab: int, drafts: Drafts | None) -> Tensor:
-    """[B, V] bool: the tokens that are forbidden at this step."""
-    token, until, first, length = slots.bans[:, : int(count.max())][at].long().unbind(-1)
-    banned = (torch.arange(token.shape[1], device=at.device) < count) & (step < until) & (length <= step)
-    for j in range(int(torch.where(banned, length, 0).max())):
-        wanted = slots.prefixes[at.unsqueeze(1), (first + j).clamp(max=MOST_ENTRIES - 1)]
-        place = step - length + j
-        generated = slots.history[at.unsqueeze(1), place % MOST_ENTRIES]
-        if drafts is not None:  # they are not in the history
-            after = place - (step - drafts.counts.unsqueeze(1))
-            proposed = drafts.tokens[at].gather(1, after.clamp(0, drafts.tokens.shape[1] - 1))
-            generated = torch.where(after < 0, generated, proposed)
-        banned &= (j >= length) | (wanted == generated)
-    ids = torch.where(banned, token, 0)
-    return torch.zeros(len(at), vocab, dtype=torch.int32, device=at.device).scatter_add_(1, ids, banned.int()) > 0
-
-
-def unpacked(mask: Tensor, vocab: int) -> Tensor:
-    """[B, ceil(V / 32)] int32 → [B, V] bool."""
-    bits = mask.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=mask.device)
-    return (bits & 1).bool().flatten(1)[:, :vocab]
-
-
-def record(tokens: Tensor, rows: Tensor, step: Tensor, slots: Slots) -> None:
-    """The eager form of `LogitsProcessors.record`."""
-    at = rows.clamp(min=0).long()
-    # Before step 0: a sequence whose first draw was unusable computes a token of its prompt again, until the host knows.
-    flags = torch.where((rows >= 0) & (tokens >= 0) & (step >= 0), slots.meta[at, 0], 0)
-    counted = (flags & PENALTIES > 0).to(slots.counts.dtype) * 2
-    slots.counts.view(-1).index_add_(0, at * slots.counts.shape[1] + tokens.clamp(min=0), counted)
-    history, places = slots.history.view(-1), at * MOST_ENTRIES + step % MOST_ENTRIES
-    history.index_add_(0, places, torch.where(flags & HISTORY > 0, tokens.int() - history[places], 0))

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from minirt.device import is_out_of_memory, on_device
 from minirt.engine.buckets import Bucket, Buckets, batch_bucket, drafts_to_propose, max_prompt_tokens
-from minirt.engine.execute.logprobs import TokenLogprobs, unpack
-from minirt.engine.execute.sampling_stages import SamplingStages, ScoredRows
+from minirt.engine.execute.sampling_stages import SamplingStages, ScoredRows, unpack
 from minirt.engine.execute.step_buffers import StepBuffers, StepSizes, StepView
 from minirt.engine.execute.step_graphs import StepGraphs
 from minirt.engine.limits import EngineLimits, max_splits
 from minirt.engine.proposer import Proposer
+from minirt.engine.request import TokenLogprobs
 from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.kernels.step.table import NUM_NEXT
 from minirt.modeling.model import Model

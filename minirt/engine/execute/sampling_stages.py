@@ -13,10 +13,11 @@ from torch import Tensor
 
 from minirt.device import is_out_of_memory
 from minirt.engine.execute.logits_processors import PROCESSED_ROWS, LogitsProcessors
-from minirt.engine.execute.logprobs import MAX_TOP, TokenLogprobs, columns, token_logprobs, unpack
-from minirt.engine.execute.sampler import sample
 from minirt.engine.execute.step_buffers import CpuGpuBuffer, StepView, to_device
 from minirt.engine.limits import EngineLimits
+from minirt.engine.request import TokenLogprobs
+from minirt.kernels.sampling.dispatch import columns, sample, token_logprobs
+from minirt.kernels.sampling.limits import MAX_TOP
 from minirt.kernels.sampling.slots import Drafts
 from minirt.step.plan import SlotRules, StepPlan
 from minirt.step.rules import Rules
@@ -30,6 +31,19 @@ class StepOutOfMemory(Exception):
     def __init__(self, slot: int | None, message: str) -> None:
         super().__init__(message)
         self.slot = slot
+
+
+def unpack(packed: Tensor, tokens: Sequence[int], wanted: Sequence[int]) -> list[TokenLogprobs | None]:
+    """The rows of a result of `token_logprobs` on the host, each with as many of the most probable tokens as it wants."""
+    room = (packed.shape[1] - 2) // 2
+    floats = packed.view(torch.float32)
+    logprobs, ranks = floats[:, 0].tolist(), packed[:, 1].tolist()
+    ids, tops = packed[:, 2 : 2 + room].tolist(), floats[:, 2 + room :].tolist()
+    rows = zip(tokens, wanted, logprobs, ranks, ids, tops, strict=True)
+    return [
+        TokenLogprobs(token, logprob, rank, tuple(zip(top[:count], values[:count], strict=True))) if count >= 0 else None
+        for token, count, logprob, rank, top, values in rows
+    ]
 
 
 class ScoredRows(NamedTuple):

@@ -12,12 +12,12 @@ from torch import Tensor
 from minirt.device import on_device
 from minirt.engine.buckets import Bucket, Buckets, batch_bucket
 from minirt.engine.execute.runner import Runner
-from minirt.engine.execute.sampler import sample
 from minirt.engine.limits import EngineLimits
 from minirt.engine.schedule.step_times import GraphTimes, PromptTime
 from minirt.engine.warmup.steps import largest_steps, warm_up_steps
 from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.kernels.sampling.batch import SamplingBatch
+from minirt.kernels.sampling.dispatch import sample
 from minirt.kernels.step.table import FINAL_LEN, NEXT_TOKENS, NUM_NEXT, PROMPT_LEN
 from minirt.modeling.model import Model
 from minirt.progress import COMPILING, LoadProgress

@@ -19,7 +19,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
 from minirt.engine.execute.logits_processors import LogitsProcessors
-from minirt.engine.execute.logprobs import token_logprobs
 from minirt.kernels import embedding, launch, norm, rope
 from minirt.kernels.attention import dispatch as attention
 from minirt.kernels.attention import rope_write as kv_write
@@ -35,6 +34,7 @@ from minirt.kernels.moe.mixture import SharedOutput
 from minirt.kernels.reference import SharedExpert, computes_shared
 from minirt.kernels.sampling import sample
 from minirt.kernels.sampling.batch import DTYPES, SamplingBatch
+from minirt.kernels.sampling.dispatch import token_logprobs
 from minirt.kernels.sampling.filters import SamplingWorkspace
 from minirt.kernels.speculative import draft_model, ngram
 from minirt.kernels.speculative.draft_input import draft_input

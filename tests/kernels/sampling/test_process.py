@@ -12,11 +12,12 @@ import torch
 from support.raising import raises
 
 from minirt.engine.execute.logits_processors import LogitsProcessors
-from minirt.engine.execute.logprobs import MAX_TOP, columns, token_logprobs, unpack
+from minirt.engine.execute.sampling_stages import unpack
 from minirt.errors import InputError
 from minirt.kernels.sampling import logprobs as logprob_kernels
 from minirt.kernels.sampling import process as kernels
-from minirt.kernels.sampling.limits import MOST_ENTRIES
+from minirt.kernels.sampling.dispatch import columns, token_logprobs
+from minirt.kernels.sampling.limits import MAX_TOP, MOST_ENTRIES
 from minirt.kernels.sampling.slots import Drafts
 from minirt.step.rules import Rules
 

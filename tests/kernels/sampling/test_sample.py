@@ -13,10 +13,12 @@ import triton
 import triton.language as tl
 from support.raising import raises
 
-from minirt.engine.execute.sampler import SamplingBatch, exponential_noise, filtered_weights, sample
 from minirt.kernels.sampling import filters
 from minirt.kernels.sampling import sample as kernel
+from minirt.kernels.sampling.batch import SamplingBatch
+from minirt.kernels.sampling.dispatch import sample
 from minirt.kernels.sampling.filters import LIGHTEST, divided, select, weights_of
+from minirt.kernels.sampling.reference import exponential_noise, filtered_weights
 from minirt.sampling_params import EffectiveSampling, SamplingParams, resolve
 
 INF, NAN = math.inf, math.nan

@@ -122,7 +122,8 @@ def test_draws(reduced, device):
 
 def test_the_noise_is_that_of_the_sampler(device):
     """With the target's own logits, drafts at a temperature are the tokens that the sampler draws at these places."""
-    from minirt.engine.execute.sampler import SamplingBatch, sample
+    from minirt.kernels.sampling.batch import SamplingBatch
+    from minirt.kernels.sampling.dispatch import sample
     from minirt.sampling_params import SamplingParams, resolve
 
     count, cached, prompt = 3001, 9, 4
