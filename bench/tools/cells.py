@@ -9,11 +9,6 @@ from minirt.bench.tools.results import Records, Result, format_of, mark
 NONE = "–"  # a cell without a measured value
 
 
-def mib(megabytes: float) -> float:
-    """MiB of a stored number of 1e6 bytes."""
-    return megabytes * 1e6 / (1 << 20)
-
-
 def milliseconds(ms: float) -> str:
     """Format milliseconds with about three digits: two decimals below 10, else one."""
     return f"{ms:.2f}" if ms < 9.995 else f"{ms:,.1f}"

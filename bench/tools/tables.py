@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from minirt.bench.tools import pictures
-from minirt.bench.tools.beside_vllm import engines_table, headline, readme_table
+from minirt.bench import picture as pictures
+from minirt.bench.compare import report as compare_report
+from minirt.bench.picture import Panel, Series
 from minirt.bench.tools.cells import (
     NONE,
     Grid,
-    mib,
     milliseconds,
     ms,
     percent,
@@ -31,9 +31,7 @@ from minirt.bench.tools.cells import (
     with_blocks,
 )
 from minirt.bench.tools.results import (
-    BESIDE_VLLM,
     FORMATS,
-    IN_PROCESS,
     RESULTS,
     ROOT,
     Records,
@@ -179,51 +177,6 @@ def formats_table(records: Records) -> str:
     return str(grid)
 
 
-def drafts_table(records: Records) -> str:
-    """Tokens per second with drafts, minirt beside vLLM where it was measured."""
-    (record,) = records.values()
-    theirs = {run["model"]: run for run in record["drafts"] if run["engine"] == "vLLM"}
-    rows = []
-    for run in record["drafts"]:
-        if run["engine"] == "minirt":
-            peer = theirs.get(run["model"], {"results": []})
-            rates = {row["batch_size"]: row["tokens_per_s"] for row in peer["results"]}
-            kind = f"{run['num_drafts']} {'MTP' if run['method'] == 'mtp' else run['method']} drafts"
-            for row in run["results"]:
-                n, rate = row["batch_size"], row["tokens_per_s"]
-                cells = [f"{run['tokens_per_step']:.2f}", f"{rate:,.1f}", f"{row['speedup']:.2f} ×"]
-                cells += [f"{rates[n]:,.1f}", f"{rate / rates[n]:.2f} ×"] if n in rates else [NONE, NONE]
-                rows.append([f"{run['model']} {format_of(run)}, {kind}, batch {n}", *cells])
-    (peer,) = theirs.values()
-    drafts = record["protocol"]["drafts"]
-    heads = ["tokens a step", "minirt, tokens/s", "of plain decoding", "vLLM, tokens/s", "minirt faster"]
-    return (
-        f"{table(['drafts', *heads], rows)}\n\nminirt `{record['commit']}`; vLLM {peer['version']}, {peer['note']}, "
-        f"{peer['tokens_per_step']} tokens a step, on a card of the same type; whether its engine was a process of its own was "
-        f"not recorded. {drafts[0].upper()}{drafts[1:]}: the figures say how fast steps are, not how often drafts are right. "
-        f"From `{BESIDE_VLLM}`."
-    )
-
-
-_PARTS = {
-    "import_torch_s": "import torch", "cuda_s": "CUDA", "load_s": "load", "warm_up_s": "warm-up",
-    "first_token_s": "first token after",
-}  # fmt: skip
-
-
-def first_token_table(records: Records) -> str:
-    """Seconds from the start of the interpreter to the first token on an H100, by part."""
-    (record,) = records.values()
-    rows = []
-    for start in record["start"]:
-        caches = f"{start['caches']} kernel caches" if start["caches"] != "of bf16" else "kernel caches of bf16"
-        cells = [NONE if start[name] is None else f"{start[name]:.1f}" for name in _PARTS]
-        rows.append([f"{title_of(format_of(start))}, {caches}", *cells, str(start["kernels_compiled"] or NONE)])
-    about = f"minirt `{record['commit']}`, one {record['device']}, {record['date']}; {record['protocol']['start']}"
-    shown = table([f"{record['model']}, seconds", *_PARTS.values(), "kernels compiled"], rows)
-    return f"{shown}\n\n{about}. From `{BESIDE_VLLM}`."
-
-
 # --- mixtures of experts ---
 
 
@@ -335,17 +288,6 @@ def patch_table(records: Records) -> str:
                     ms(row["seconds"]) if base else f"{row['speedup']:.2f} ×",
                 )  # fmt: skip
     return str(grid)
-
-
-def cpu_table(records: Records) -> str:
-    """A sentence about SmolLM2-135M on a CPU, compared with transformers."""
-    (record,) = records.values()
-    return (
-        f"On {record['threads']} CPU threads, minirt decodes SmolLM2-135M at {record['ratio']:.2f} times the speed of "
-        f"transformers and needs {mib(record['peak_mb']):,.0f} MiB, of which {mib(record['weights_mb']):,.0f} MiB are weights. "
-        f"The first token comes {record['first_token_s_after_process_start']:.1f} s after the process starts "
-        "(measured by `tests/tools/compare_transformers.py` of commit 62ea63a3)."
-    )
 
 
 # --- layers and kernels ---
@@ -536,6 +478,49 @@ def tuned_table(records: Records) -> str:
     return table(columns, cells)
 
 
+# --- pictures ---
+
+_MOST_KERNELS = 9  # of a picture; others are summed
+
+
+def draw_layers(records: Records, target: Path, note: str) -> None:
+    """Draw the error and the time of each layer of the embedded model."""
+    (record,) = records.values()
+    compare_report.draw(record, record["results"], target, note)
+
+
+def draw_mixture(records: Records, target: Path, note: str) -> None:
+    """Draw each kernel's share of a mixture's decode steps, by batch size."""
+    traces = [[_shares(trace) for trace in record["traces"]] for record in records.values()]
+    kernels = dict.fromkeys(kernel for rows in traces for row in rows for kernel in row)
+    most = {kernel: max(row.get(kernel, 0.0) for rows in traces for row in rows) for kernel in kernels}
+    shown = sorted(most, key=lambda kernel: -most[kernel])[:_MOST_KERNELS]
+    panels: list[Panel] = []
+    for record, rows in zip(records.values(), traces, strict=True):
+        series, bases = list[Series](), [0.0] * len(rows)
+        for i, kernel in enumerate([*shown, "others"]):
+            label, color = kernel.lstrip("_"), f"C{i}"  # legends leave out labels that begin with an underscore
+            shares = [row.get(kernel, 0.0) for row in rows]
+            if kernel == "others":
+                shares, color = [sum(row[name] for name in row if name not in shown) for row in rows], "lightgray"
+            series.insert(0, Series(label, shares, color=color, width=0.7, bases=bases))
+            bases = [base + part for base, part in zip(bases, shares, strict=True)]
+        ticks = [f"batch {trace['batch']}\n{trace['step_ms']:.2f} ms" for trace in record["traces"]]
+        legend = "right" if len(panels) + 1 == len(records) else ""
+        about = "share of the kernels' summed time, %"
+        panels.append(Panel(series, format_of(record), ylabel=about, ticks=ticks, legend=legend))
+    first = next(iter(records.values()))
+    commits = ", ".join(dict.fromkeys(record["commit"] for record in records.values()))
+    title = f"{first['model']} shapes, decode step by kernel · {first['device']} · minirt {commits}"
+    pictures.draw([panels], title, target, (10.0, 4.5), note)
+
+
+def _shares(trace: Result) -> dict[str, float]:
+    """Percent of the kernels' summed time, by kernel."""
+    times = trace["us_a_step_by_kernel"]
+    return {kernel: 100 * us / sum(times.values()) for kernel, us in times.items()}
+
+
 # --- blocks and pictures ---
 
 README, BENCHMARKS = ROOT / "README.md", ROOT / "docs" / "benchmarks"
@@ -561,16 +546,11 @@ def _named(prefix: str, names: str) -> tuple[str, ...]:
     return tuple(f"{prefix}{name}" for name in names.split())
 
 
-_BOTH_ENGINES = BESIDE_VLLM, IN_PROCESS
 _STEPS, _PROMPTS = _named("h200-decode-", "bf16 fp8 bf16-8000 fp8-8000"), _named("h200-prefill-", "bf16 fp8")
 _MIXTURE = _named("h200-mixture-", "bf16 fp8")
 _H100 = "h100-80gb-hbm3-"
 _MODELS, _KERNELS, _LAYERS, _SYSTEM = (BENCHMARKS / f"{name}.md" for name in ("models", "kernels", "layers", "system"))
 BLOCKS = {
-    "headline": Block(_BOTH_ENGINES, headline, README, names=False),
-    "vllm": Block(_BOTH_ENGINES, readme_table, README, names=False),
-    "engines": Block(_BOTH_ENGINES, engines_table, _MODELS, names=False),
-    "drafts": Block((BESIDE_VLLM,), drafts_table, _MODELS, names=False),
     "about": Block(_STEPS + _PROMPTS, about_table, _MODELS, names=False),
     "decode": Block(_STEPS, decode_table, _MODELS),
     "prefill": Block(_PROMPTS, prefill_table, _MODELS),
@@ -598,11 +578,9 @@ BLOCKS = {
     "tuned": Block(_named("h200-tune-", "bf16 fp8"), tuned_table, _KERNELS),
     "fusion": Block(_named("h200-compare-", "embedded smollm2"), fusion_table, _LAYERS),
     "layers-7b": Block(_named("h200-compare-7b-", "bf16 fp8"), layers_table, _LAYERS),
-    "first-token": Block((BESIDE_VLLM,), first_token_table, _SYSTEM, names=False),
     "startup": Block(_named("h200-startup-", "bf16 fp8"), startup_table, _SYSTEM),
     "served": Block(_named("h200-served-", "bf16 fp8"), served_table, _SYSTEM),
     "trace": Block(("h200-trace",), trace_table, _SYSTEM),
-    "cpu": Block(("cpu-smollm2",), cpu_table, _SYSTEM),
 }  # fmt: skip
 
 
@@ -614,10 +592,17 @@ class Final(NamedTuple):
     digest: str
 
 
-# Nothing in this tree measures these results again. Commit 83ec5eed has the code that made these blocks of them.
+# minirt and vLLM on two cards of one type: vLLM's engine as a process of its own, and earlier, on one card, in the caller's.
+_BOTH_ENGINES = _named(_H100, "beside-vllm-default beside-vllm")
 _TRAINED, _QUANTIZATION = ("cpu-trained-models",), ROOT / "docs" / "quantization.md"
 _LOADED = "bf16 fp8 w4a16 mixture-bf16 mixture-fp8 mixture-fused-bf16 mixture-fused-fp8"
+# Nothing in this tree measures these results again. Commit 889b7abe has the code that made the blocks up to "cpu" of them, and
+# `speed.svg`; commit 83ec5eed has that of the others.
 FINAL = {
+    "headline": Final(_BOTH_ENGINES, README, "7223f8dee819c6fa"), "vllm": Final(_BOTH_ENGINES, README, "d2cce30bf07cefef"),
+    "engines": Final(_BOTH_ENGINES, _MODELS, "9c530267c22bbd9a"), "drafts": Final(_BOTH_ENGINES[:1], _MODELS, "701022f22ff01a1f"),
+    "first-token": Final(_BOTH_ENGINES[:1], _SYSTEM, "60b2177080918262"),
+    "cpu": Final(("cpu-smollm2",), _SYSTEM, "995445c77389703b"),
     "correction": Final(_BOTH_ENGINES, _MODELS, "90f97fe77671d12f"), "trained": Final(_TRAINED, _MODELS, "cdf2259091956508"),
     "ablation": Final(_named("h200-ablation-", "bf16 fp8"), _LAYERS, "6220524d212990cd"),
     "loading": Final(_named("h200-loading-", _LOADED), _SYSTEM, "7dfe8c00e5903bda"),
@@ -670,9 +655,7 @@ class Picture(NamedTuple):
 
 
 PICTURES = {
-    "speed": Picture(_BOTH_ENGINES, pictures.engines, README),
-    "layers": Picture(("h200-compare-embedded",), pictures.layers, _LAYERS),
-    "mixture": Picture(_MIXTURE, pictures.mixture, _MODELS),
+    "layers": Picture(("h200-compare-embedded",), draw_layers, _LAYERS), "mixture": Picture(_MIXTURE, draw_mixture, _MODELS),
 }
 
 
