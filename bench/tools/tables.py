@@ -13,14 +13,14 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from minirt.bench import picture as pictures
 from minirt.bench.compare import report as compare_report
 from minirt.bench.picture import Panel, Series
 from minirt.bench.tools.cells import (
     NONE,
-    Grid,
+    grid,
     milliseconds,
     ms,
     percent,
@@ -100,17 +100,18 @@ def _by_format(
     peers: Mapping[str, tuple[float, ...]] | None = None,
 ) -> str:  # fmt: skip
     """Milliseconds and shares of each format. With `peers`, also those of vLLM, only at its points."""
+    rows = [(name(row), row) for row in rows_of(records) if peers is None or name(row) in peers]
+    marks = {point: row["mark"] for point, row in rows if row["mark"]}
     vllm = ["vLLM 0.24, {}"] if peers else []
-    grid = Grid(title, [(form, head.format(form)) for form in FORMATS for head in (title_of(form), share_head, *vllm)])
-    for point, times in (peers or {}).items():
-        for form, peer in zip(FORMATS, times, strict=True):
-            grid.put(point, (form, vllm[0].format(form)), milliseconds(peer))
-    for row in rows_of(records):
-        if peers is None or name(row) in peers:
-            form = row["format"]
-            grid.put(name(row), (form, title_of(form)), ms(row[time]), mark=row["mark"])
-            grid.put(name(row), (form, share_head), share(row[share_of]))
-    return str(grid)
+    columns = [(form, head.format(form)) for form in FORMATS for head in (title_of(form), share_head, *vllm)]
+    cells: list[tuple[str, dict[Any, str]]] = [
+        (point, {(form, f"vLLM 0.24, {form}"): milliseconds(peer) for form, peer in zip(FORMATS, times, strict=True)})
+        for point, times in (peers or {}).items()
+    ]
+    for point, row in rows:
+        form = row["format"]
+        cells.append((point, {(form, title_of(form)): ms(row[time]), (form, share_head): share(row[share_of])}))
+    return grid(title, ((point + marks.get(point, ""), texts) for point, texts in cells), columns)
 
 
 def decode_table(records: Records) -> str:
@@ -160,21 +161,21 @@ def _points(records: Records) -> Iterator[tuple[str, Result, Result, str, Result
 
 def replays_table(records: Records) -> str:
     """Decode steps as replays of CUDA graphs, and prompts, a column for each model, or for each of its formats."""
-    grid, several = Grid("ms (% of memory bandwidth)"), len({record["quantization"] for record in records.values()}) > 1
+    cells, several = [], len({record["quantization"] for record in records.values()}) > 1
     for name, record, row, point, seconds in _points(records):
         text = ms(seconds) + (f" ({share(row['share_of_limit'])})" if seconds and "batch_size" in row else "")
         head = record["model"] + (f" {record['quantization']}" if several else "") + mark(record)
-        grid.put(point, (name, head), text)
-    return str(grid)
+        cells.append((point, {(name, head): text}))
+    return grid("ms (% of memory bandwidth)", cells)
 
 
 def formats_table(records: Records) -> str:
     """Steps and prompts of one model with each stored format of its weights."""
-    grid = Grid("ms")
-    for name, record, row, point, seconds in _points(records):
-        grid.put(point, (name, name.split("-", 2)[2] + mark(record)), ms(seconds))  # h200-steps-fp8-blocks
-        grid.put(point, (name, "% of limit"), share(row.get("share_of_limit")))
-    return str(grid)
+    return grid("ms", (
+        (point, {(name, name.split("-", 2)[2] + mark(record)): ms(seconds),  # h200-steps-fp8-blocks
+                 (name, "% of limit"): share(row.get("share_of_limit"))})
+        for name, record, row, point, seconds in _points(records)
+    ))  # fmt: skip
 
 
 # --- mixtures of experts ---
@@ -185,30 +186,29 @@ def mixture_table(records: Records) -> str:
 
     Columns of vLLM are those of the preset on an H200: a mixture with other numbers of experts, and another GPU, have none.
     """
-    grid = Grid("ms")
+    cells = []
     for name, record, row, point, seconds in _points(records):
         form, experts = format_of(record), row["experts"]
-        grid.put(point, (name, title_of(form) + mark(record)), ms(seconds))
-        grid.put(point, (name, "% of limit"), share(row["share_of_limit"]))
-        grid.put(point, (name, "experts"), f"{experts['touched']:.1f}" if experts else NONE)
+        texts = {(name, title_of(form) + mark(record)): ms(seconds), (name, "% of limit"): share(row["share_of_limit"])}
+        texts[name, "experts"] = f"{experts['touched']:.1f}" if experts else NONE
         if not record.get("changed") and "H200" in record.get("device", "H200"):
             step = "batch_size" in row
             peers = _VLLM_MIXTURE_STEPS.get(row["batch_size"]) if step else _VLLM_MIXTURE_PROMPTS.get(row["input_len"])
-            text = NONE if peers is None else milliseconds(peers[FORMATS.index(form)])
-            grid.put(point, (name, f"vLLM 0.24, {form}"), text)
-    return str(grid)
+            texts[name, f"vLLM 0.24, {form}"] = NONE if peers is None else milliseconds(peers[FORMATS.index(form)])
+        cells.append((point, texts))
+    return grid("ms", cells)
 
 
 def mixture_kernels_table(records: Records) -> str:
     """Microseconds of a decode step by kernel. Kernels overlap, so their sum is longer than the step."""
-    grid = Grid("µs")
+    cells = []
     for record in records.values():
         for trace in record["traces"]:
             column = f"{title_of(format_of(record))}, batch {trace['batch']}"
-            grid.put("the step", column, f"{trace['step_ms'] * 1e3:,.0f}")
-            for kernel, us in trace["us_a_step_by_kernel"].items():
-                grid.put(f"`{kernel}`", column, f"{us:,.0f}")
-    return f"![Share of each kernel in a decode step, by batch size](../../bench/results/mixture.svg)\n\n{grid}"
+            cells.append(("the step", {column: f"{trace['step_ms'] * 1e3:,.0f}"}))
+            cells += [(f"`{kernel}`", {column: f"{us:,.0f}"}) for kernel, us in trace["us_a_step_by_kernel"].items()]
+    shown = grid("µs", cells)
+    return f"![Share of each kernel in a decode step, by batch size](../../bench/results/mixture.svg)\n\n{shown}"
 
 
 # --- idle time, start-up, served and patched models ---
@@ -254,10 +254,10 @@ def served_table(records: Records) -> str:
     def median_and_p99(load: Result) -> str:
         return f"{milliseconds(load['median_ttft_ms'])} · {milliseconds(load['p99_ttft_ms'])}"
 
-    grid = Grid("Qwen2.5-7B, random weights")
+    cells = []
     for row in rows_of(records):
         busy, offline = row["busy"]["output_throughput"], row["offline"]["output_tokens_per_s"]
-        cells = {
+        texts = {
             "offline, output tokens/s": f"{offline:,.0f}",
             "served with 256 in flight, output tokens/s": f"{busy:,.0f} ({busy / offline:.1%})",
             "left of a CPU in the busiest client process": f"{row['busy']['client']['headroom']:.0%}",
@@ -266,28 +266,25 @@ def served_table(records: Records) -> str:
             "first token, one request at a time: median · p99, ms": median_and_p99(row["unloaded"]),
             "first token at half the rate: median · p99, ms": median_and_p99(row["half"]),
         }
-        for name, text in cells.items():
-            grid.put(name, title_of(row["format"]), text)
-    return str(grid)
+        cells += [(name, {title_of(row["format"]): text}) for name, text in texts.items()]
+    return grid("Qwen2.5-7B, random weights", cells)
 
 
 def patch_table(records: Records) -> str:
     """A transformers model with and without minirt's kernels: the first record in eager mode, the second one compiled."""
     record, compiled = records.values()
-    versions = record["versions"]
-    grid = Grid(f"{record['model']}, {record['dtype']}, {record['device']}")
-    for mode, results in (("eager", record["results"]), ("compiled", compiled["results"])):
-        for row in results:
-            if row["mode"] == mode:
-                test, variant = row["test"], row["variant"]
-                title = f"prompt of {int(test[2:]):,} tokens" if test[:2] == "pp" else f"decode step, B = {row['batch_size']}"
+    versions, cells = record["versions"], []
+    for mode, row in [("eager", row) for row in record["results"]] + [("compiled", row) for row in compiled["results"]]:
+        if row["mode"] == mode:
+            test, variant = row["test"], row["variant"]
+            title = f"prompt of {int(test[2:]):,} tokens" if test[:2] == "pp" else f"decode step, B = {row['batch_size']}"
+            if row["speedup"] is None:
+                head, text = f"transformers {versions['transformers']}, ms", ms(row["seconds"])
+            else:
                 head = f"Liger {versions['liger-kernel']}" if variant == "liger" else variant
-                base = row["speedup"] is None
-                grid.put(
-                    title + ", compiled" * (mode == "compiled"), f"transformers {versions['transformers']}, ms" if base else head,
-                    ms(row["seconds"]) if base else f"{row['speedup']:.2f} ×",
-                )  # fmt: skip
-    return str(grid)
+                text = f"{row['speedup']:.2f} ×"
+            cells.append((title + ", compiled" * (mode == "compiled"), {head: text}))
+    return grid(f"{record['model']}, {record['dtype']}, {record['device']}", cells)
 
 
 # --- layers and kernels ---
@@ -299,8 +296,7 @@ def fusion_table(records: Records) -> str:
     if not whole:
         return ""
     several = len({record["model"] for record, _ in whole}) > 1
-    step = whole[0][1]["decode"]
-    grid = Grid(f"decode step, batch {step['batch_size']}, context {step['context_len']}")
+    cells = []
     for record, model in whole:
         step, form = model["decode"], title_of(format_of(record))
         best = step["candidate_s"]
@@ -308,9 +304,10 @@ def fusion_table(records: Records) -> str:
         times |= {f"Triton, but {kind} eager": part["step_s"] for kind, part in model["fusion"].items()}
         head = f"{record['model']}, {form}, ms" if several else f"{form}, ms"
         for name, seconds in times.items():
-            grid.put(name, (head, head), f"{seconds * 1e3:.3f}")
-            grid.put(name, (head, "over Triton"), "" if name == "Triton" else f"{seconds / best:.2f} ×")
-    return str(grid)
+            ratio = "" if name == "Triton" else f"{seconds / best:.2f} ×"
+            cells.append((name, {(head, head): f"{seconds * 1e3:.3f}", (head, "over Triton"): ratio}))
+    step = whole[0][1]["decode"]
+    return grid(f"decode step, batch {step['batch_size']}, context {step['context_len']}", cells)
 
 
 def layers_table(records: Records) -> str:
@@ -318,11 +315,12 @@ def layers_table(records: Records) -> str:
     groups: dict[tuple[str, str, str], list[Result]] = {}
     for row in rows_of(records):
         groups.setdefault((row["step"], row["kind"], row["format"]), []).append(row)
-    grid = Grid("layer")
-    for (step, kind, form), rows in groups.items():
-        for head, text in zip(("eager, µs", "Triton, µs", "% of limit", "error / PyTorch's error"), _layer(rows), strict=True):
-            grid.put(f"{step}, {kind}", f"{title_of(form)}: {head}", text)
-    return "\n\n".join(filter(None, (str(grid), fusion_table(records))))
+    heads = "eager, µs", "Triton, µs", "% of limit", "error / PyTorch's error"
+    layers = grid("layer", (
+        (f"{step}, {kind}", {f"{title_of(form)}: {head}": text for head, text in zip(heads, _layer(rows), strict=True)})
+        for (step, kind, form), rows in groups.items()
+    ))  # fmt: skip
+    return "\n\n".join(filter(None, (layers, fusion_table(records))))
 
 
 def _layer(rows: list[Result]) -> list[str]:
@@ -424,7 +422,7 @@ def _summary(rows: list[Result]) -> str:
 def gemms_table(records: Records) -> str:
     """GEMMs by number of tokens: microseconds, and cuBLAS's time divided by minirt's."""
     rows = [row for row in rows_of(records) if row["seconds"]]
-    grid = Grid("GEMM, model", [f"{count:,} tokens" for count in sorted({row["tokens"] for row in rows})])
+    cells: list[tuple[str, dict[str, str]]] = []
     worst: dict[str, dict[str, float]] = {}
     for row in rows:
         name, errors = f"`{row['kernel']}`, {row['model']}", row["errors"]
@@ -432,28 +430,26 @@ def gemms_table(records: Records) -> str:
             f"{row['seconds'][sums]['median'] / _best(row):.2f}" + "\\*" * (sums in row["lacks"])
             for sums in _SUMS if sums in row["seconds"]
         ]  # fmt: skip
-        grid.put(name, f"{row['tokens']:,} tokens", " · ".join([f"{_best(row) * 1e6:,.1f}", *beside]))
+        cells.append((name, {f"{row['tokens']:,} tokens": " · ".join([f"{_best(row) * 1e6:,.1f}", *beside])}))
         largest = worst.setdefault(name, dict.fromkeys(("triton", *_SUMS), 0.0))
         largest |= {form: max(largest[form], errors[form]["relative"]) for form in largest if form in errors}
     for name, largest in worst.items():
-        grid.put(name, "largest error", " · ".join(f"{error:.1e}" for error in largest.values() if error))
-    return str(grid)
+        cells.append((name, {"largest error": " · ".join(f"{error:.1e}" for error in largest.values() if error)}))
+    return grid("GEMM, model", cells, [f"{count:,} tokens" for count in sorted({row["tokens"] for row in rows})])
 
 
 def attention_table(records: Records) -> str:
     """Attention of prompts and chunks, by new tokens @ cached tokens, on 16-bit and on FP8 pages."""
-    grid = Grid("tokens")
+    cells = []
     for row in rows_of(records):
         kernel = row["kernel"]
         if row["seconds"] and kernel.startswith("attention_prefill") and row["model"] == _MODEL:
             beside = f"{row['seconds']['library']['median'] / _best(row):.2f} ×" if "library" in row["seconds"] else NONE
-            cells = {
-                f"`{kernel}`: µs": f"{_best(row) * 1e6:,.1f}", "TFLOP/s": f"{row['flops_per_s'] / 1e12:,.0f}",
-                "GB/s": f"{row['bytes_per_s'] / 1e9:,.0f}", "SDPA": beside,
-            }  # fmt: skip
-            for head, text in cells.items():
-                grid.put(_tokens(row), (kernel, head), text)
-    return str(grid)
+            cells.append((_tokens(row), {
+                f"`{kernel}`: µs": f"{_best(row) * 1e6:,.1f}", (kernel, "TFLOP/s"): f"{row['flops_per_s'] / 1e12:,.0f}",
+                (kernel, "GB/s"): f"{row['bytes_per_s'] / 1e9:,.0f}", (kernel, "SDPA"): beside,
+            }))  # fmt: skip
+    return grid("tokens", cells)
 
 
 def _gains(gains: list[float]) -> list[str]:
