@@ -1,4 +1,4 @@
-"""Statistics of repeated measurements: `summarize` and `percentile`."""
+"""Statistics of repeated measurements: `summarize` and `percentile`; `shown_range`."""
 
 import math
 import statistics
@@ -26,3 +26,8 @@ def percentiles(values: Sequence[float], percents: Sequence[float]) -> list[floa
         high = min(low + 1, len(ordered) - 1)
         results.append(ordered[low] + (ordered[high] - ordered[low]) * (place - low))
     return results
+
+
+def shown_range(ends: tuple[int, int]) -> str:
+    """Return a range as its option takes it: 32:256, or 32 if both ends are 32."""
+    return str(ends[0]) if ends[0] == ends[1] else f"{ends[0]}:{ends[1]}"

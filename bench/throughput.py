@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from minirt.bench.measure import Runs
-from minirt.bench.summary import percentile, summarize
+from minirt.bench.summary import percentile, shown_range, summarize
 from minirt.device import peak_memory
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)  # of the times of whole runs, as `vllm bench latency` reports them
@@ -25,7 +25,7 @@ def run(runs: Runs, num_prompts: int, input_range: tuple[int, int], output_range
     rng = random.Random(runs.seed)
     inputs = [rng.randint(*input_range) for _ in range(num_prompts)]
     outputs = [rng.randint(*output_range) for _ in range(num_prompts)]
-    test = f"throughput n{num_prompts} in{_range(input_range)} out{_range(output_range)}"
+    test = f"throughput n{num_prompts} in{shown_range(input_range)} out{shown_range(output_range)}"
     measured = runs.repeated(test, lambda: runs.timed(rng, inputs, outputs))
     times, counted = [seconds for seconds, _ in measured], [one for _, completions in measured for one in completions]
     median = statistics.median(times)
@@ -45,7 +45,3 @@ def run(runs: Runs, num_prompts: int, input_range: tuple[int, int], output_range
 
 def _ends(values: Sequence[float]) -> dict[str, float]:
     return {"p50": percentile(values, 50), "p99": percentile(values, 99)}
-
-
-def _range(ends: tuple[int, int]) -> str:
-    return str(ends[0]) if ends[0] == ends[1] else f"{ends[0]}:{ends[1]}"
