@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import takewhile
@@ -220,12 +220,14 @@ Column = tuple[str, Callable[[Row], str]]
 
 
 def table(columns: list[Column], rows: list[Row], left: int) -> list[str]:
+    """Return the lines of a Markdown table of rows. `left`: see `markdown_table`."""
+    return markdown_table([title for title, _ in columns], ([cell(row) for _, cell in columns] for row in rows), left)
+
+
+def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]], left: int) -> list[str]:
     """Return the lines of a Markdown table. The first `left` columns are text; the others are numbers, aligned to the right."""
-    return [
-        "| " + " | ".join(title for title, _ in columns) + " |",
-        "| " + " | ".join("---" if i < left else "---:" for i in range(len(columns))) + " |",
-        *("| " + " | ".join(cell(row) for _, cell in columns) + " |" for row in rows),
-    ]
+    rule = ["---" if i < left else "---:" for i in range(len(heads))]
+    return [f"| {' | '.join(cells)} |" for cells in (heads, rule, *rows)]
 
 
 def as_text(markdown: str) -> str:

@@ -55,6 +55,21 @@ class Outcome:
     events: int = 0
     error: str = ""
 
+    @property
+    def delay(self) -> float:
+        """How late the request was sent."""
+        return self.start - self.planned
+
+    @property
+    def output_len(self) -> int:
+        """Its tokens: the server's count, else the number of events."""
+        return self.events if self.output_tokens is None else self.output_tokens
+
+    @property
+    def tpot(self) -> float:
+        """Time per output token after the first one."""
+        return (self.latency - self.ttft) / (self.output_len - 1) if self.output_len > 1 else 0.0
+
 
 class StreamedCompletion:
     """Reads the events of one streamed completion.

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from minirt.bench.report import markdown_table
 from minirt.bench.tools.results import Records, Result, format_of, mark
 
 NONE = "–"  # a cell without a measured value
@@ -35,10 +36,9 @@ def signed(value: float, digits: int) -> str:
     return text.lstrip("+-") if float(text) == 0 else text.replace("-", "−")
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table. All columns but the first are numbers, aligned to the right."""
-    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """A Markdown table. The first `left` columns are text; the others are numbers, aligned to the right."""
+    return "\n".join(markdown_table(columns, rows, left))
 
 
 def with_blocks(text: str, make: Mapping[str, Callable[[str], str]]) -> str:

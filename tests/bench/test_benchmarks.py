@@ -257,11 +257,11 @@ def test_room_is_checked_with_the_numbers():
     with pytest.raises(InputError, match="at most 8192 sequences; found 8193"):
         decode.check(machine, [8193], [8])
     machine.kv_cache_bytes = 12 * 64 * 1000
-    measure.check_room(machine, 4, 192)
+    measure.check_room(machine, (4, 192))
     with pytest.raises(ContextLengthError, match=r"at most 12 pages of 64 tokens; found 16 \(--kv-cache-memory 1000KiB "):
-        measure.check_room(machine, 4, 193)
+        measure.check_room(machine, (4, 193))
     machine.kv_bytes_per_token = 0  # a model without attention
-    measure.check_room(machine, 64, 300)
+    measure.check_room(machine, (64, 300))
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 30])

@@ -91,7 +91,7 @@ def test_the_names_of_options_are_those_of_the_modules():
     from minirt.cli import bench_patch
 
     defaults = {option.name: option.default for option in bench_patch.patch.params}
-    assert (bench_patch._VARIANTS, bench_patch._PARTS) == (benchmark.VARIANTS[1:], patching.PARTS)
+    assert (benchmark.VARIANTS[1:], patching.PARTS) == (bench_patch._VARIANTS, bench_patch._PARTS)
     assert {name: defaults[name] for name in ("variants", "parts")} == {
         "variants": ",".join(benchmark.VARIANTS[1:]), "parts": ",".join(patching.PARTS)
     }  # fmt: skip
