@@ -110,19 +110,6 @@ def expected(config: ModelConfig, tokens: int) -> float:
     return 0.0 if moe is None else expected_experts(moe.num_experts, moe.experts_per_token, tokens)
 
 
-def observe(generator: Generator, rows: int, run: Callable[[], Any]) -> ExpertUse | None:
-    """Observe the steps of `rows` tokens in `run()`, which CUDA graphs do not replay meanwhile. None: the model has no mixtures.
-
-    Observing takes time, so nothing of `run` may be timed.
-    """
-    if generator.config.moe is None:
-        return None
-    use = ExpertUse(rows)
-    with observing(generator, use.note):
-        run()
-    return use
-
-
 def in_decode(generator: Generator, batch_size: int, context_len: int, seed: int) -> ExpertUse | None:
     """The experts used by decode steps like those that `bench speed` measures: random prompts, then greedy tokens."""
     return _in_run(generator, [context_len] * batch_size, _STEPS + 1, batch_size, seed)
@@ -134,6 +121,15 @@ def in_prompt(generator: Generator, length: int, seed: int) -> ExpertUse | None:
 
 
 def _in_run(generator: Generator, lengths: list[int], new_tokens: int, rows: int, seed: int) -> ExpertUse | None:
+    """Observe the steps of `rows` tokens of a run of random prompts. None: the model has no mixtures.
+
+    Observing takes time, so nothing of the run may be timed.
+    """
+    if generator.config.moe is None:
+        return None
     prompts = random_prompts(random.Random(seed), lengths, generator.config.vocab_size)
     params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, repetition_penalty=1.0)
-    return observe(generator, rows, lambda: generator.generate(prompts, params))
+    use = ExpertUse(rows)
+    with observing(generator, use.note):
+        generator.generate(prompts, params)
+    return use

@@ -195,7 +195,7 @@ def _spread(value: Row, scale: float = 1.0, digits: int = 2) -> str:
     return text if value["stddev"] is None else f"{text} ± {value['stddev'] * scale:,.{digits}f}"
 
 
-def _number(value: float | None, scale: float = 1.0, digits: int = 2, unit: str = "") -> str:
+def number(value: float | None, scale: float = 1.0, digits: int = 2, unit: str = "") -> str:
     return "-" if value is None else f"{value * scale:,.{digits}f}{unit}"
 
 
@@ -213,7 +213,7 @@ _CEILING_TOO_LOW = (
 
 def _share(value: float | None) -> str:
     """A share of a measured ceiling; "-" above 100 %, where it says nothing."""
-    return _number(value if value is None or value <= 1 else None, 100, 1, " %")
+    return number(value if value is None or value <= 1 else None, 100, 1, " %")
 
 
 Column = tuple[str, Callable[[Row], str]]
@@ -274,17 +274,17 @@ _SHARED_COLUMNS: list[Column] = [
     ("params", lambda r: f"{r['parameters'] / 1e6:,.1f} M"),
     ("backend", lambda r: f"{r['backend']} {'+'.join(r['implementations'])}"), ("test", lambda r: r["test"]),
 ]  # fmt: skip
-_PEAK: Column = ("peak GiB", lambda r: _number(r["peak_memory_bytes"], 2**-30))
+_PEAK: Column = ("peak GiB", lambda r: number(r["peak_memory_bytes"], 2**-30))
 _COLUMNS: dict[str, list[Column]] = {
     "speed": [
         ("t/s", lambda r: _spread(_rate(r))),
         ("ms per prompt or step", lambda r: _spread(_seconds(r), 1e3, 3)),
-        ("min ms", lambda r: _number(_seconds(r)["min"], 1e3, 3)),
-        ("CUDA graph ms", lambda r: _number(r.get("graph_replay_s"), 1e3, 3)),
-        ("GB/s", lambda r: _number(r.get("read_bytes_per_s"), 1e-9, 1)),
+        ("min ms", lambda r: number(_seconds(r)["min"], 1e3, 3)),
+        ("CUDA graph ms", lambda r: number(r.get("graph_replay_s"), 1e3, 3)),
+        ("GB/s", lambda r: number(r.get("read_bytes_per_s"), 1e-9, 1)),
         ("of bandwidth", lambda r: _share(r.get("share_of_read_ceiling"))),
-        ("of datasheet", lambda r: _number(r.get("share_of_datasheet"), 100, 1, " %")),
-        ("TFLOP/s", lambda r: _number(r.get("flops_per_s"), 1e-12, 1 if (r.get("flops_per_s") or 0) >= 1e12 else 3)),
+        ("of datasheet", lambda r: number(r.get("share_of_datasheet"), 100, 1, " %")),
+        ("TFLOP/s", lambda r: number(r.get("flops_per_s"), 1e-12, 1 if (r.get("flops_per_s") or 0) >= 1e12 else 3)),
         ("of the limit", lambda r: _share(r["share_of_limit"] if "step_s" in r else r["share_of_matmul_ceiling"])),
         ("inter-token p50 / p99 / max ms", lambda r: _each(r.get("inter_token_s"), "p50", "p99", "max")),
         ("experts a layer", lambda r: _experts(r["experts"])),
@@ -292,12 +292,12 @@ _COLUMNS: dict[str, list[Column]] = {
         _PEAK,
     ],
     "throughput": [
-        ("requests/s", lambda r: _number(r["requests_per_s"])),
-        ("total t/s", lambda r: _number(r["total_tokens_per_s"])),
-        ("output t/s", lambda r: _number(r["output_tokens_per_s"])),
+        ("requests/s", lambda r: number(r["requests_per_s"])),
+        ("total t/s", lambda r: number(r["total_tokens_per_s"])),
+        ("output t/s", lambda r: number(r["output_tokens_per_s"])),
         ("seconds", lambda r: _spread(r["seconds"], 1, 3)),
-        ("avg s", lambda r: _number(r["seconds"]["mean"], 1, 4)),
-        *((f"p{p} s", lambda r, p=p: _number(r["seconds"][f"p{p}"], 1, 4)) for p in (10, 25, 50, 75, 90, 99)),
+        ("avg s", lambda r: number(r["seconds"]["mean"], 1, 4)),
+        *((f"p{p} s", lambda r, p=p: number(r["seconds"][f"p{p}"], 1, 4)) for p in (10, 25, 50, 75, 90, 99)),
         ("first token p50 / p99 ms", lambda r: _each(r["time_to_first_token_s"], "p50", "p99")),
         ("per output token p50 / p99 ms", lambda r: _each(r["time_per_output_token_s"], "p50", "p99")),
         _PEAK,
@@ -305,10 +305,10 @@ _COLUMNS: dict[str, list[Column]] = {
     "speculate": [
         ("new tokens", lambda r: f"{r['output_tokens']:,}"),
         ("drafts right", lambda r: f"{r['num_accepted_tokens']:,} of {r['num_draft_tokens']:,}"),
-        ("tokens a step", lambda r: _number(r["acceptance_length"])),
+        ("tokens a step", lambda r: number(r["acceptance_length"])),
         ("drafts s", lambda r: _spread(r["seconds"])),
         ("plain s", lambda r: _spread(r["plain_s"])),
-        ("speedup", lambda r: _number(r["speedup"])),
+        ("speedup", lambda r: number(r["speedup"])),
         ("same text", lambda r: f"{r['same_texts']} of {r['texts']}"),
     ],
 }
@@ -341,4 +341,4 @@ def _shares(value: Row | None) -> str:
 
 def _each(value: Row | None, *names: str) -> str:
     """Several of a distribution's seconds, in milliseconds."""
-    return "-" if value is None else " / ".join(_number(value[name], 1e3) for name in names)
+    return "-" if value is None else " / ".join(number(value[name], 1e3) for name in names)

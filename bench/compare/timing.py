@@ -7,7 +7,6 @@ in its interpreter.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from minirt.bench.compare.layers import EagerStep, Place, cached, stream
+from minirt.bench.measure import host_seconds
 from minirt.layers import Forward
 
 REPEATS = 20
@@ -46,10 +46,10 @@ def captured(work: Callable[[], object], device: torch.device) -> torch.cuda.CUD
     return graph
 
 
-def replays(graphs: Sequence[torch.cuda.CUDAGraph], repeats: int = REPEATS) -> list[float]:
+def replays(graphs: Sequence[torch.cuda.CUDAGraph]) -> list[float]:
     """Return the median seconds of each CUDA graph. The graphs take turns; a first round is not counted."""
     rounds = []
-    for _ in range(repeats + 1):
+    for _ in range(REPEATS + 1):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(len(graphs) + 1)]
         events[0].record()
         for graph, event in zip(graphs, events[1:], strict=True):
@@ -104,11 +104,10 @@ def step_times(variants: Mapping[str, Sequence[Forward]], sequence: Sequence[Pla
 @torch.inference_mode()
 def launched_time(forwards: Sequence[Forward], sequence: Sequence[Place], step: EagerStep) -> float:
     """Return the median seconds of the step on a GPU, launched kernel by kernel from Python."""
-    seconds = []
-    for _ in range(REPEATS + 1):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
+
+    def run() -> None:
         stream(forwards, sequence, step.batch, step.cache)
         torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds[1:])
+
+    torch.cuda.synchronize()
+    return statistics.median([host_seconds(run) for _ in range(REPEATS + 1)][1:])

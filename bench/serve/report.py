@@ -8,7 +8,7 @@ from typing import Any
 import minirt
 from minirt.bench import picture
 from minirt.bench.picture import Panel, Series
-from minirt.bench.report import Column, Report, Row, as_text, build, commit, date, table
+from minirt.bench.report import Column, Report, Row, as_text, build, commit, date, number, table
 from minirt.threads import usable_cpus
 
 _WIDTH = 50
@@ -88,25 +88,21 @@ def shown_rate(row: Row) -> str:
     return row["request_rate"] if isinstance(row["request_rate"], str) else f"{row['request_rate']:g}"
 
 
-def _number(value: float | None, digits: int = 2) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
-
-
 def _ends(name: str) -> Column:
     """The column with median and highest percentile of a metric."""
 
     def cell(row: Row) -> str:
         last = [key for key in row if key.startswith("p") and key.endswith(f"_{name}_ms")][-1:]
-        return " / ".join(_number(row[key]) for key in (f"median_{name}_ms", *last))
+        return " / ".join(number(row[key]) for key in (f"median_{name}_ms", *last))
 
     return f"{_TITLES[name][0]} ms", cell
 
 
 _COLUMNS: list[Column] = [
     ("rate", lambda r: shown_rate(r) + (f", {r['max_concurrency']} at once" if r["max_concurrency"] else "")),
-    ("requests/s", lambda r: _number(r["request_throughput"])), ("goodput", lambda r: _number(r["request_goodput"])),
-    ("output t/s", lambda r: _number(r["output_throughput"], 1)),
-    ("total t/s", lambda r: _number(r["total_token_throughput"], 1)), _ends("ttft"), _ends("tpot"), _ends("itl"), _ends("e2el"),
+    ("requests/s", lambda r: number(r["request_throughput"])), ("goodput", lambda r: number(r["request_goodput"])),
+    ("output t/s", lambda r: number(r["output_throughput"], digits=1)),
+    ("total t/s", lambda r: number(r["total_token_throughput"], digits=1)), *map(_ends, ("ttft", "tpot", "itl", "e2el")),
     ("failed", lambda r: str(r["failed"])), ("client headroom", lambda r: f"{r['client']['headroom']:.0%}"),
 ]  # fmt: skip
 

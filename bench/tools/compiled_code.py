@@ -365,13 +365,20 @@ def report(pairs: Sequence[Pair]) -> str:
         counts[f"sm_{variant['gpu']} {variant['kernel']}"][pair.verdict] += 1
     rows = [[name, *(str(row[verdict]) for verdict in verdicts)] for name, row in sorted(counts.items())]
     rows.append(["all", *(str(sum(row[verdict] for row in counts.values())) for verdict in verdicts)])
-    lines = [_table(["kernel", *verdicts], rows)]
+    lines = [_aligned(["kernel", *verdicts], rows)]
     for pair in pairs:
         if pair.verdict == DIFFERENT and pair.old and pair.new:
             lines.append(f"{_title(pair.new)}\n    {_difference(pair.old, pair.new)}")
         elif pair.verdict in (ONLY_OLD, ONLY_NEW):
             lines.append(f"{_title(pair.old or pair.new or {})}\n    {pair.verdict}")
     return "\n".join(lines)
+
+
+def _aligned(heads: Sequence[str], rows: list[list[str]]) -> str:
+    """A table as text. What is equal in all rows stands above it."""
+    from minirt.bench.report import as_text, markdown_table
+
+    return as_text("\n".join(markdown_table(heads, rows, left=1)))
 
 
 def _title(variant: dict[str, Any]) -> str:
@@ -401,16 +408,7 @@ def summary(variants: Sequence[dict[str, Any]]) -> str:
         most.append(max(sum(variant["opcodes"].values()) for variant in group))
         spilling = sum(any(op.startswith(("STL", "LDL")) for op in variant["opcodes"]) for variant in group)
         rows.append([name, *map(str, (len(group), *most, spilling))])
-    return _table(["kernel", "variants", "registers", "stack", "shared", "instructions", "with local memory"], rows)
-
-
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    widths = [max(len(row[at]) for row in [header, *rows]) for at in range(len(header))]
-    lines = []
-    for row in [header, *rows]:
-        first, *rest = zip(row, widths, strict=True)
-        lines.append("  ".join([first[0].ljust(first[1]), *(text.rjust(width) for text, width in rest)]))
-    return "\n".join(lines)
+    return _aligned(["kernel", "variants", "registers", "stack", "shared", "instructions", "with local memory"], rows)
 
 
 def _read(file: str) -> list[dict[str, Any]]:

@@ -1,8 +1,7 @@
 """Train the embedded model on the stories: `python models/recipe/train.py --stories DIR --out FOLDER`.
 
 Filters the stories, holds some out, and trains a byte-level BPE tokenizer and a Qwen2 model of 11.8 M parameters. Writes
-FOLDER/embedded (the model in Hugging Face's format), FOLDER/heldout.txt and FOLDER/curve.json. `report.py` then compares the
-model with transformers and writes samples and the model card.
+FOLDER/embedded (the model in Hugging Face's format), FOLDER/heldout.txt and FOLDER/curve.json.
 """
 
 import argparse
