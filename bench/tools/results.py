@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from minirt.bench.ceiling import Ceiling
 
-Result = Any  # the content of a file: a dictionary, or (older results of loading) a list of dictionaries
+Result = Any  # the content of a file: a dictionary
 Records = Mapping[str, Result]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,10 +35,7 @@ def title_of(form: str) -> str:
 
 
 def load(name: str) -> Result:
-    """The content of a stored result; for a .jsonl file, a list with its lines."""
-    lines = RESULTS / f"{name}.jsonl"
-    if lines.exists():
-        return [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
+    """The content of a stored result."""
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 

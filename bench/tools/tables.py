@@ -632,8 +632,7 @@ def origin(records: Records) -> str:
     """The results' names, by commit."""
     by_commit: dict[str, list[str]] = {}
     for name, record in records.items():
-        for run in record if isinstance(record, list) else [record]:
-            by_commit[run["commit"]] = list(dict.fromkeys([*by_commit.get(run["commit"], []), f"`{name}`"]))
+        by_commit.setdefault(record["commit"], []).append(f"`{name}`")
     return "From " + "; ".join(f"{', '.join(names)} (commit {commit})" for commit, names in by_commit.items()) + "."
 
 

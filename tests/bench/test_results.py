@@ -50,6 +50,10 @@ NOT_MEASURED |= {"4090", "5090", "0.5", "1.5", "1.5B"}  # names of GPUs, sizes o
 NOT_MEASURED |= {"2.11", "2.13", "2.14", "3.6", "3.8", "3.11", "3.12", "8.0", "8.9", "10.0", "12.0"}
 
 
+def lines_of(name):
+    return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
+
+
 def without_blocks(text):
     return re.sub(r"<!-- (\S+) -->\n.*?<!-- end of \1 -->", "", text, flags=re.DOTALL)
 
@@ -289,7 +293,7 @@ def test_only_the_known_kinds_of_results_are_stored():
 
 def test_four_bits_cost_no_more_than_other_scales():
     """`--quantize int4`: a perplexity no worse than with the nearest symmetric levels, and within 0.5% of MSE observers."""
-    lines = [line for line in load("cpu-int4-quality") if "difference" in line]
+    lines = [line for line in lines_of("cpu-int4-quality") if "difference" in line]
     for model in {line["model"] for line in lines}:
         loss = {line["name"]: line["difference"] for line in lines if line["model"] == model}
         assert loss["int4"] <= loss["round to nearest"]
@@ -299,7 +303,7 @@ def test_four_bits_cost_no_more_than_other_scales():
 
 def test_four_bits_of_a_file_are_computed_as_stored():
     """The loss of a 4-bit checkpoint is that of transformers with its dequantized weights; FP8 also rounds activations."""
-    lines = [line for line in load("cpu-format-quality") if "weights_only" in line]
+    lines = [line for line in lines_of("cpu-format-quality") if "weights_only" in line]
     assert len(lines) == 8
     for line in lines:
         rounding = line["difference"] - line["weights_only"]
