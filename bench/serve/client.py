@@ -193,5 +193,5 @@ def _message(body: Any) -> str:
     return shortened(printable(message if isinstance(message, str) else json.dumps(body, ensure_ascii=False)), 200)
 
 
-def _shown(body: bytes) -> str:
+def _shown(body: bytes | bytearray) -> str:
     return shortened(printable(body[:2000].decode("utf-8", "replace").strip()), 120) or "nothing"

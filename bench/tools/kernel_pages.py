@@ -5,10 +5,8 @@ python bench/tools/kernel_pages.py     writes the pages; needs Triton, no GPU
 A block is the text between `<!-- NAME -->` and `<!-- end of NAME -->`. A test compares the pages with the tables.
 """
 
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
 
 from minirt.bench.tools.cells import table, with_blocks
 from minirt.kernels.operations import EXPORTED, OPERATIONS
@@ -45,19 +43,15 @@ def regimes() -> str:
     return table(("table", "kernel", "GPU", "step", "formats"), rows, left=5)
 
 
-class Block(NamedTuple):
-    page: Path
-    make: Callable[[], str]
-
-
-BLOCKS = {"functions": Block(DOCS / "kernels.md", functions), "regimes": Block(DOCS / "design" / "regimes.md", regimes)}
+# Name of a block → its page, and what makes it.
+BLOCKS = {"functions": (DOCS / "kernels.md", functions), "regimes": (DOCS / "design" / "regimes.md", regimes)}
 
 
 def render(text: str) -> str:
     """The text of a page with its blocks made again."""
-    return with_blocks(text, dict.fromkeys(BLOCKS, lambda name: BLOCKS[name].make()))
+    return with_blocks(text, dict.fromkeys(BLOCKS, lambda name: BLOCKS[name][1]()))
 
 
 if __name__ == "__main__":
-    for block in BLOCKS.values():
-        block.page.write_text(render(block.page.read_text(encoding="utf-8")), encoding="utf-8")
+    for page, _ in BLOCKS.values():
+        page.write_text(render(page.read_text(encoding="utf-8")), encoding="utf-8")

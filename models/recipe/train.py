@@ -10,6 +10,7 @@ import math
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import clean
 import numpy as np
@@ -51,12 +52,16 @@ def train_tokenizer(texts: list[str], size: int, folder: Path) -> int:
     return tokenizer.get_vocab_size()
 
 
-def encode(folder: Path, texts: list[str]) -> list[np.ndarray]:
-    """Token ids of each story, with the end token. Stories longer than the context are left out."""
+def tokenizer_of(folder: Path) -> Any:
+    """The tokenizer of a model's folder."""
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    ids = [np.array([*e.ids, END_ID], dtype=np.int16) for e in tokenizer.encode_batch(texts)]
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def encode(folder: Path, texts: list[str]) -> list[np.ndarray]:
+    """Token ids of each story, with the end token. Stories longer than the context are left out."""
+    ids = [np.array([*e.ids, END_ID], dtype=np.int16) for e in tokenizer_of(folder).encode_batch(texts)]
     return [row for row in ids if len(row) <= CONTEXT]
 
 
