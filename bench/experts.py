@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minirt.bench.measure import random_prompts
 from minirt.bench.read_bytes import expected_experts
-from minirt.bench.summary import percentile
+from minirt.bench.summary import named_percentiles
 from minirt.engine.engine import Engine
 from minirt.generator import Generator
 from minirt.kernels import reference
@@ -100,7 +100,7 @@ class ExpertUse:
         shares = [share for total in totals for share in (total / total.mean()).tolist()]
         return {
             "experts": len(totals[0]), "touched": statistics.fmean(each), "expected": expected, "least": min(each),
-            "most": max(each), "share": {f"p{p}": percentile(shares, p) for p in (10, 50, 90)} | {"max": max(shares)},
+            "most": max(each), "share": named_percentiles(shares, 10, 50, 90) | {"max": max(shares)},
         }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from minirt.bench import picture
 from minirt.bench.measure import Clock, forget_peak_memory, silent
 from minirt.bench.picture import Panel, Series
-from minirt.bench.report import Column, Report, Row, heading, table
+from minirt.bench.report import Column, Row, heading, table
 from minirt.bench.summary import summarize
 from minirt.device import free_memory, peak_memory
 from minirt.errors import InputError, MinirtError, ModelNotFoundError, NumericsError, OutOfMemoryError
@@ -58,16 +58,12 @@ class Sizes:
     repeats: int
 
 
-@dataclass(frozen=True)
-class PatchReport(Report):
+def markdown(shared: Row, rows: list[Row]) -> str:
     """The report of `minirt bench patch`."""
-
-    def _markdown(self) -> str:
-        shared = self.context
-        lines = [*heading(shared), f"transformers {shared['versions']['transformers']}.", ""]
-        lines += [f"Correctness: {check['variant']}: {check['sentence']}." for check in shared["correctness"]["variants"]]
-        lines += [f"Not measured: {name}: {why}." for name, why in shared["left_out"].items()]
-        return "\n".join([*lines, "", *table(_COLUMNS, [shared | row for row in self.results], left=4)]) + "\n"
+    lines = [*heading(shared), f"transformers {shared['versions']['transformers']}.", ""]
+    lines += [f"Correctness: {check['variant']}: {check['sentence']}." for check in shared["correctness"]["variants"]]
+    lines += [f"Not measured: {name}: {why}." for name, why in shared["left_out"].items()]
+    return "\n".join([*lines, "", *table(_COLUMNS, [shared | row for row in rows], left=4)]) + "\n"
 
 
 _COLUMNS: list[Column] = [

@@ -13,7 +13,7 @@ from minirt.bench.ceiling import MatmulCeiling
 from minirt.bench.experts import expected, in_prompt
 from minirt.bench.flops import prompt_flops
 from minirt.bench.measure import Runs, check_room
-from minirt.bench.summary import percentile, summarize
+from minirt.bench.summary import named_percentiles, summarize
 from minirt.device import peak_memory
 from minirt.errors import InputError
 from minirt.generator import Generator
@@ -100,7 +100,7 @@ def beside(runs: Runs, input_len: int, count: int) -> dict[str, Any]:
     return row | {
         "test": f"{LONG_PROMPTS} × pp{input_len} beside {count}", "decoding": count,
         "max_num_batched_tokens": runs.generator.max_num_batched_tokens,
-        "inter_token_s": {"p50": percentile(gaps, 50), "p99": percentile(gaps, 99), "max": max(gaps)} if gaps else None,
+        "inter_token_s": named_percentiles(gaps, 50, 99) | {"max": max(gaps)} if gaps else None,
     }
 
 

@@ -33,10 +33,14 @@ class Report:
     Attributes:
         context: the values that all results share (see the function `context`).
         results: one dictionary for each result; each benchmark's `run` documents its keys.
+        markdown: makes the Markdown report of the context and the results; None: `of_a_model`.
+        text: the same of the text report; None: the Markdown report without marks.
     """
 
     context: Row
     results: list[Row]
+    markdown: Callable[[Row, list[Row]], str] | None = None
+    text: Callable[[Row, list[Row]], str] | None = None
 
     def render(self, form: str) -> str:
         """Return the report as text that ends with a newline; `form` is one of FORMATS."""
@@ -46,7 +50,10 @@ class Report:
             return "".join(json.dumps(self.context | row, ensure_ascii=False) + "\n" for row in self.results)
         if form == "csv":
             return self._csv()
-        return as_text(self._markdown()) if form == "text" else self._markdown()
+        if form == "text" and self.text is not None:
+            return self.text(self.context, self.results)
+        report = (self.markdown or of_a_model)(self.context, self.results)
+        return as_text(report) if form == "text" else report
 
     def _csv(self) -> str:
         rows = [dict(_flat(self.context | row)) for row in self.results]
@@ -57,20 +64,20 @@ class Report:
         writer.writerows(rows)
         return text.getvalue()
 
-    def _markdown(self) -> str:
-        """Return a heading (device, versions, ceilings, correctness) and a table in the style of llama-bench."""
-        shared = self.context
-        lines = [*heading(shared), f"Correctness: {_sentence(shared['correctness'])}.", ""]
-        rows = [shared | row for row in self.results]
-        columns = _SHARED_COLUMNS + [
-            (title, cell) for title, cell in _COLUMNS[shared["benchmark"]] if {cell(row) for row in rows} != {"-"}
-        ]
-        notes = [_TESTS] if shared["benchmark"] == "speed" else []
-        notes += [LIMIT] if any(title == "of the limit" for title, _ in columns) else []
-        above = any((row.get(name) or 0) > 1 for row in rows for name in _MEASURED_SHARES)
-        notes += [_CEILING_TOO_LOW] if above else []
-        lines += table(columns, rows, left=5)
-        return "\n".join([*lines, *(line for note in notes for line in ("", note))]) + "\n"
+
+def of_a_model(shared: Row, results: list[Row]) -> str:
+    """Return a heading (device, versions, ceilings, correctness) and a table in the style of llama-bench."""
+    lines = [*heading(shared), f"Correctness: {_sentence(shared['correctness'])}.", ""]
+    rows = [shared | row for row in results]
+    columns = _SHARED_COLUMNS + [
+        (title, cell) for title, cell in _COLUMNS[shared["benchmark"]] if {cell(row) for row in rows} != {"-"}
+    ]
+    notes = [_TESTS] if shared["benchmark"] == "speed" else []
+    notes += [LIMIT] if any(title == "of the limit" for title, _ in columns) else []
+    above = any((row.get(name) or 0) > 1 for row in rows for name in _MEASURED_SHARES)
+    notes += [_CEILING_TOO_LOW] if above else []
+    lines += table(columns, rows, left=5)
+    return "\n".join([*lines, *(line for note in notes for line in ("", note))]) + "\n"
 
 
 def heading(shared: Row) -> list[str]:

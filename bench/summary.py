@@ -1,4 +1,4 @@
-"""Statistics of repeated measurements: `summarize` and `percentile`; `shown_range`."""
+"""Statistics of repeated measurements: `summarize` and `percentiles`; `shown_range`."""
 
 import math
 import statistics
@@ -11,13 +11,13 @@ def summarize(values: Sequence[float]) -> dict[str, float | list[float] | None]:
     return {"median": statistics.median(values), "min": min(values), "stddev": spread, "all": list(values)}
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile with linear interpolation between neighbours (NumPy's default; Hyndman & Fan, type 7)."""
-    return percentiles(values, [percent])[0]
+def named_percentiles(values: Sequence[float], *percents: int) -> dict[str, float]:
+    """Return percentiles by name, such as "p50"; see `percentiles`."""
+    return {f"p{percent}": value for percent, value in zip(percents, percentiles(values, percents), strict=True)}
 
 
 def percentiles(values: Sequence[float], percents: Sequence[float]) -> list[float]:
-    """Return several percentiles of the same values, which are sorted only once; see `percentile`."""
+    """Return percentiles with linear interpolation between neighbours (NumPy's default; Hyndman & Fan, type 7)."""
     ordered = sorted(values)
     results = []
     for percent in percents:

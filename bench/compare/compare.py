@@ -18,7 +18,6 @@ from minirt.bench.compare import layers as compare_layers
 from minirt.bench.compare import timing
 from minirt.bench.compare.layers import Comparison, EagerStep, Place
 from minirt.bench.compare.model import compare_text
-from minirt.bench.compare.timing import LayerTime
 from minirt.device import on_device
 from minirt.errors import ContextLengthError, InputError, UnsupportedError
 from minirt.kernels.attention.limits import KV_SPLIT
@@ -244,7 +243,7 @@ def _time_layers(
     All layers of the model with the same kind, implementation and number of rows are timed together, also those that are not
     compared: see `timing.layer_times`.
     """
-    times: dict[tuple[Any, ...], LayerTime] = {}
+    times: dict[tuple[Any, ...], tuple[float, float, bool]] = {}
     rates: dict[torch.dtype, MatmulCeiling] = {}
     pairs = [(step, place) for step, places in steps for place in places]
     for row, (step, place) in zip(rows, pairs, strict=True):

@@ -9,7 +9,6 @@ in its interpreter.
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -19,18 +18,6 @@ from minirt.layers import Forward
 
 REPEATS = 20
 _CALLS = 64  # least layer calls in one CUDA graph; with few kernels in it, the launch of the CUDA graph would dominate
-
-
-class LayerTime(NamedTuple):
-    """Seconds of one call of a layer in each implementation.
-
-    Attributes:
-        cold: whether the layers of the CUDA graph read more than twice the size of the L2 cache.
-    """
-
-    eager_s: float
-    candidate_s: float
-    cold: bool
 
 
 def captured(work: Callable[[], object], device: torch.device) -> torch.cuda.CUDAGraph:
@@ -61,12 +48,15 @@ def replays(graphs: Sequence[torch.cuda.CUDAGraph]) -> list[float]:
 
 
 @torch.inference_mode()
-def layer_times(sequence: Sequence[Place], step: EagerStep, nbytes: int) -> LayerTime:
-    """Time the layers of one kind on a GPU and return the mean of one call.
+def layer_times(sequence: Sequence[Place], step: EagerStep, nbytes: int) -> tuple[float, float, bool]:
+    """Time the layers of one kind on a GPU.
 
     Args:
         sequence: places of one kind.
         nbytes: bytes that all of them read together.
+    Returns:
+        the mean seconds of a call of the eager implementation and of the candidate, and whether the layers of the CUDA graph
+        read more than twice the size of the L2 cache.
     """
     device = step.batch.device
     rounds = -(-_CALLS // len(sequence))
@@ -83,7 +73,7 @@ def layer_times(sequence: Sequence[Place], step: EagerStep, nbytes: int) -> Laye
     graphs = [captured(chain([getattr(p, side) for p in sequence]), device) for side in ("eager", "candidate")]
     eager, candidate = replays(graphs)
     cold = nbytes > 2 * torch.cuda.get_device_properties(device).L2_cache_size
-    return LayerTime(eager / calls, candidate / calls, cold)
+    return eager / calls, candidate / calls, cold
 
 
 @torch.inference_mode()

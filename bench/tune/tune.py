@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from minirt.bench.measure import gpu_seconds
-from minirt.bench.report import Report, heading, table
+from minirt.bench.report import Row, heading, table
 from minirt.errors import NumericsError
 from minirt.kernels.compile.ahead_of_time import compile_ahead
 from minirt.kernels.compile.tuning import Case
@@ -143,16 +143,14 @@ def _chain(launch: Callable[[Any], None], config: Any) -> None:
         launch(config)
 
 
-class TuneReport(Report):
+def markdown(shared: Row, rows: list[Row]) -> str:
     """The report of `minirt tune`. Its context comes from `report.machine`, its rows are of `TuningResult`, with "kernel"."""
-
-    def _markdown(self) -> str:
-        columns = [
-            ("kernel", lambda r: f"`{r['kernel']}`"), ("bucket", lambda r: r["bucket"]),
-            ("configuration", lambda r: "the rule's" if r["config"] is None else f"`{r['config']}`"),
-            ("rule's µs", lambda r: f"{r['rule_s'] * 1e6:,.1f}"), ("µs", lambda r: f"{r['best_s'] * 1e6:,.1f}"),
-            ("rule's step, ms", lambda r: "–" if r["rule_step_s"] is None else f"{r['rule_step_s'] * 1e3:.3f}"),
-            ("step, ms", lambda r: "–" if r["best_step_s"] is None else f"{r['best_step_s'] * 1e3:.3f}"),
-            ("tried", lambda r: str(r["tried"])), ("failed", lambda r: str(len(r["failed"]))),
-        ]  # fmt: skip
-        return "\n".join([*heading(self.context), *table(columns, self.results, left=3)]) + "\n"
+    columns = [
+        ("kernel", lambda r: f"`{r['kernel']}`"), ("bucket", lambda r: r["bucket"]),
+        ("configuration", lambda r: "the rule's" if r["config"] is None else f"`{r['config']}`"),
+        ("rule's µs", lambda r: f"{r['rule_s'] * 1e6:,.1f}"), ("µs", lambda r: f"{r['best_s'] * 1e6:,.1f}"),
+        ("rule's step, ms", lambda r: "–" if r["rule_step_s"] is None else f"{r['rule_step_s'] * 1e3:.3f}"),
+        ("step, ms", lambda r: "–" if r["best_step_s"] is None else f"{r['best_step_s'] * 1e3:.3f}"),
+        ("tried", lambda r: str(r["tried"])), ("failed", lambda r: str(len(r["failed"]))),
+    ]  # fmt: skip
+    return "\n".join([*heading(shared), *table(columns, rows, left=3)]) + "\n"

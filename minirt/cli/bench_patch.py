@@ -61,7 +61,7 @@ def patch(ctx: click.Context, **options: Any) -> None:
     """
     check_picture(options["picture"])
     from minirt.bench import patch as benchmark
-    from minirt.bench.report import machine
+    from minirt.bench.report import Report, machine
     from minirt.device import pick_device
 
     device = pick_device(options["device"])
@@ -83,6 +83,6 @@ def patch(ctx: click.Context, **options: Any) -> None:
     shared |= {"model": name, "random_weights": options["random_weights"]}
     shared |= {"dtype": str(dtype).removeprefix("torch."), "parts": list(options["parts"])}
     shared["versions"] |= benchmark.versions()
-    print_report(benchmark.PatchReport(shared, rows), options)
+    print_report(Report(shared, rows, benchmark.markdown), options)
     if options["picture"] is not None:
         benchmark.draw(shared, rows, Path(options["picture"]))

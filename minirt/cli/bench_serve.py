@@ -114,8 +114,9 @@ def serve(ctx: click.Context, more_limits: tuple[str, ...], **options: Any) -> N
     workload = _workload(options, chat)
     progress = progress_of(options)
 
+    from minirt.bench.report import Report
     from minirt.bench.serve import metrics, run
-    from minirt.bench.serve.report import ServeReport, context, draw
+    from minirt.bench.serve.report import context, draw, markdown, text
     from minirt.bench.summary import shown_range
 
     name = options["model"] if options["model"] is not None else run.served_model(target)["id"]
@@ -146,7 +147,7 @@ def serve(ctx: click.Context, more_limits: tuple[str, ...], **options: Any) -> N
         num_prompts=workload.num_prompts, input_len_range=inputs, output_len_range=outputs,
         prompt_type="text" if workload.text else "ids", seed=workload.seed, sampling=options["sampling"],
     )  # fmt: skip
-    print_report(ServeReport(shared, rows), options)
+    print_report(Report(shared, rows, markdown, text), options)
     if options["picture"] is not None:
         draw(shared, rows, Path(options["picture"]))
     failed, total = sum(row["failed"] for row in rows), workload.num_prompts * len(rows)

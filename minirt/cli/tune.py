@@ -68,8 +68,8 @@ def tune(ctx: click.Context, tokens: tuple[int, ...], kernel: str | None, no_ste
         raise DeviceError("tuning needs a GPU", found=str(device))
     import minirt.kernels.linear.tuning
     import minirt.kernels.moe.tuning  # noqa: F401  (both register their families)
-    from minirt.bench.report import machine
-    from minirt.bench.tune.tune import TuneReport
+    from minirt.bench.report import Report, machine
+    from minirt.bench.tune.tune import markdown
     from minirt.bench.tune.tune import tune as measure
     from minirt.kernels.compile import tuning
     from minirt.loading.load import plan_model
@@ -104,7 +104,7 @@ def tune(ctx: click.Context, tokens: tuple[int, ...], kernel: str | None, no_ste
     correctness = {"checked": True, "against": "eager PyTorch, each configuration before it is timed"}
     shared = machine("tune", device, words_of(ctx), None)
     shared |= {"model": name, "quantization": quantization(options), "correctness": correctness}
-    print_report(TuneReport(shared, rows), options)
+    print_report(Report(shared, rows, markdown), options)
 
 
 def _step_clock(load: "LoadOptions", stack: ExitStack, progress: Callable[[str], None]) -> "StepClock":
