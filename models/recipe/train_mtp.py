@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from network import initialize, project, rotation, states_of
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from train import SEED, about, make_optimizer, set_rate, stored, tokenizer_of, write_json
+from train import SEED, about, make_optimizer, stored, tokenizer_of, update, write_json
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm
 
@@ -179,12 +179,8 @@ def fit(mtp: MTP, model: Qwen2ForCausalLM, texts: Tensor, options: argparse.Name
         if len(order) < options.rows:
             order = torch.cat((order, torch.randperm(len(texts), generator=shuffling)))
         batch, order = texts[order[: options.rows].to(texts.device)], order[options.rows :]
-        set_rate(optimizer, progress)
         losses = divergences(*run(mtp, model, batch))
-        sum(weight * loss for weight, loss in zip(WEIGHTS, losses, strict=True)).backward()
-        nn.utils.clip_grad_norm_(mtp.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(mtp, optimizer, sum(weight * loss for weight, loss in zip(WEIGHTS, losses, strict=True)), progress)
         if step % options.every == 0:
             entry = {"step": step, "seconds": progress * options.seconds, "loss": [loss.item() for loss in losses]}
             print(json.dumps(entry), flush=True)
