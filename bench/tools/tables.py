@@ -102,15 +102,15 @@ def _by_format(
     """Milliseconds and shares of each format. With `peers`, also those of vLLM, only at its points."""
     rows = [(name(row), row) for row in rows_of(records) if peers is None or name(row) in peers]
     marks = {point: row["mark"] for point, row in rows if row["mark"]}
-    vllm = ["vLLM 0.24, {}"] if peers else []
-    columns = [(form, head.format(form)) for form in FORMATS for head in (title_of(form), share_head, *vllm)]
+    heads = {form: (title_of(form), share_head) + ((f"vLLM 0.24, {form}",) if peers else ()) for form in FORMATS}
     cells: list[tuple[str, dict[Any, str]]] = [
-        (point, {(form, f"vLLM 0.24, {form}"): milliseconds(peer) for form, peer in zip(FORMATS, times, strict=True)})
+        (point, {(form, heads[form][-1]): milliseconds(peer) for form, peer in zip(FORMATS, times, strict=True)})
         for point, times in (peers or {}).items()
     ]
     for point, row in rows:
         form = row["format"]
         cells.append((point, {(form, title_of(form)): ms(row[time]), (form, share_head): share(row[share_of])}))
+    columns = [(form, head) for form in FORMATS for head in heads[form]]
     return grid(title, ((point + marks.get(point, ""), texts) for point, texts in cells), columns)
 
 
