@@ -78,11 +78,8 @@ def limits(theirs: Errors, least: Floor) -> Floor:
 
 def fault(ours: Errors, theirs: Errors, least: Floor) -> str | None:
     """Describe the broken bound with both errors and the limit, or return None if all bounds hold. NaN breaks a bound."""
-    most = limits(theirs, least)
-    for what, mine, reference, limit in (
-        ("relative error", ours.relative, theirs.relative, most.relative),
-        ("relative error of the worst row", ours.worst_row, theirs.worst_row, most.worst_row),
-    ):
+    whats = "relative error", "relative error of the worst row"
+    for what, mine, reference, limit in zip(whats, ours[:2], theirs[:2], limits(theirs, least), strict=True):
         if not mine <= limit:
             return f"{what} {mine:.2e}, PyTorch's {reference:.2e}, limit {limit:.2e}"
     return None

@@ -45,7 +45,7 @@ def check(generator: Generator, batch_sizes: Sequence[int], context_lens: Sequen
     for batch_size in batch_sizes:
         for context_len in context_lens:
             first = prefill_steps(batch_size, context_len, generator.max_num_batched_tokens)
-            check_room(generator, batch_size, context_len + first + count)
+            check_room(generator, (batch_size, context_len + first + count))
 
 
 def test_name(batch_size: int, context_len: int, count: int) -> str:

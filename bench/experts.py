@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minirt.bench.measure import random_prompts
 from minirt.bench.read_bytes import expected_experts
-from minirt.bench.summary import percentile
+from minirt.bench.summary import named_percentiles
 from minirt.engine.engine import Engine
 from minirt.generator import Generator
 from minirt.kernels import reference
@@ -100,7 +100,7 @@ class ExpertUse:
         shares = [share for total in totals for share in (total / total.mean()).tolist()]
         return {
             "experts": len(totals[0]), "touched": statistics.fmean(each), "expected": expected, "least": min(each),
-            "most": max(each), "share": {f"p{p}": percentile(shares, p) for p in (10, 50, 90)} | {"max": max(shares)},
+            "most": max(each), "share": named_percentiles(shares, 10, 50, 90) | {"max": max(shares)},
         }  # fmt: skip
 
 
@@ -108,19 +108,6 @@ def expected(config: ModelConfig, tokens: int) -> float:
     """The expected number of distinct experts of a layer in a step of `tokens` tokens, if all are equally likely."""
     moe = config.moe
     return 0.0 if moe is None else expected_experts(moe.num_experts, moe.experts_per_token, tokens)
-
-
-def observe(generator: Generator, rows: int, run: Callable[[], Any]) -> ExpertUse | None:
-    """Observe the steps of `rows` tokens in `run()`, which CUDA graphs do not replay meanwhile. None: the model has no mixtures.
-
-    Observing takes time, so nothing of `run` may be timed.
-    """
-    if generator.config.moe is None:
-        return None
-    use = ExpertUse(rows)
-    with observing(generator, use.note):
-        run()
-    return use
 
 
 def in_decode(generator: Generator, batch_size: int, context_len: int, seed: int) -> ExpertUse | None:
@@ -134,6 +121,15 @@ def in_prompt(generator: Generator, length: int, seed: int) -> ExpertUse | None:
 
 
 def _in_run(generator: Generator, lengths: list[int], new_tokens: int, rows: int, seed: int) -> ExpertUse | None:
+    """Observe the steps of `rows` tokens of a run of random prompts. None: the model has no mixtures.
+
+    Observing takes time, so nothing of the run may be timed.
+    """
+    if generator.config.moe is None:
+        return None
     prompts = random_prompts(random.Random(seed), lengths, generator.config.vocab_size)
     params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, repetition_penalty=1.0)
-    return observe(generator, rows, lambda: generator.generate(prompts, params))
+    use = ExpertUse(rows)
+    with observing(generator, use.note):
+        generator.generate(prompts, params)
+    return use

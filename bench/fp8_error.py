@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minirt.bench.report import markdown_table
 from minirt.errors import ConfigError, InputError, UnsupportedError
 from minirt.kernels.reference import linear_fp8
 from minirt.layers import Forward, Layer, implementation
@@ -144,14 +145,14 @@ def _root(error: float, size: float) -> float:
 
 def table(errors: Sequence[FormatError]) -> str:
     """Return the errors as a Markdown table in percent. The last rows are root mean squares over all linears of one name."""
-    lines = ["| layer | linear | weights | 1 token | more tokens | worst token |", "| --- | --- | ---: | ---: | ---: | ---: |"]
-    lines += [f"| {e.layer} | {e.linear} | {_percent(e.weights, e.one, e.many, e.worst)} |" for e in errors]
+    rows = [[e.layer, e.linear, *map(_percent, (e.weights, e.one, e.many, e.worst))] for e in errors]
     for name in dict.fromkeys(e.linear for e in errors):
         same = [e for e in errors if e.linear == name]
         means = [(sum(v * v for v in column) / len(same)) ** 0.5 for column in zip(*(e[3:6] for e in same), strict=True)]
-        lines.append(f"| all {len(same)} | {name} | {_percent(*means, max(e.worst for e in same))} |")
-    return "\n".join(lines) + "\n"
+        rows.append([f"all {len(same)}", name, *map(_percent, (*means, max(e.worst for e in same)))])
+    heads = ("layer", "linear", "weights", "1 token", "more tokens", "worst token")
+    return "\n".join(markdown_table(heads, rows, left=2)) + "\n"
 
 
-def _percent(*values: float) -> str:
-    return " | ".join(f"{100 * value:.3g}%" for value in values)
+def _percent(value: float) -> str:
+    return f"{100 * value:.3g}%"

@@ -80,21 +80,15 @@ class Runs:
         return seconds, completions
 
 
-def check_room(generator: Generator, batch_size: int, length: int) -> None:
+def check_room(generator: Generator, *sequences: tuple[int, int]) -> None:
     """Refuse a batch whose sequences cannot all run at the same time, before anything is measured.
 
     Args:
-        batch_size: number of sequences that run at the same time.
-        length: tokens of each sequence, prompt and completion together.
+        sequences: pairs of (number of sequences, tokens of each, prompt and completion together).
     Raises:
         InputError: more sequences than --max-num-seqs.
         ContextLengthError: a sequence is too long, or the batch does not fit the KV cache.
     """
-    check_rooms(generator, [(batch_size, length)])
-
-
-def check_rooms(generator: Generator, sequences: Sequence[tuple[int, int]]) -> None:
-    """Like `check_room`, for sequences of several lengths: pairs of (number of sequences, tokens of each)."""
     batch_size, length = sum(count for count, _ in sequences), max(tokens for _, tokens in sequences)
     what = " and ".join(f"{count} sequence{'s' * (count > 1)} of {tokens} tokens" for count, tokens in sequences)
     what = what if batch_size == 1 else f"a batch of {what}"

@@ -23,7 +23,7 @@ from torch import Tensor
 from minirt.bench import picture
 from minirt.bench.measure import Clock, forget_peak_memory, silent
 from minirt.bench.picture import Panel, Series
-from minirt.bench.report import Column, Report, Row, heading, table
+from minirt.bench.report import Column, Row, heading, table
 from minirt.bench.summary import summarize
 from minirt.device import free_memory, peak_memory
 from minirt.errors import InputError, MinirtError, ModelNotFoundError, NumericsError, OutOfMemoryError
@@ -58,16 +58,12 @@ class Sizes:
     repeats: int
 
 
-@dataclass(frozen=True)
-class PatchReport(Report):
+def markdown(shared: Row, rows: list[Row]) -> str:
     """The report of `minirt bench patch`."""
-
-    def _markdown(self) -> str:
-        shared = self.context
-        lines = [*heading(shared), f"transformers {shared['versions']['transformers']}.", ""]
-        lines += [f"Correctness: {check['variant']}: {check['sentence']}." for check in shared["correctness"]["variants"]]
-        lines += [f"Not measured: {name}: {why}." for name, why in shared["left_out"].items()]
-        return "\n".join([*lines, "", *table(_COLUMNS, [shared | row for row in self.results], left=4)]) + "\n"
+    lines = [*heading(shared), f"transformers {shared['versions']['transformers']}.", ""]
+    lines += [f"Correctness: {check['variant']}: {check['sentence']}." for check in shared["correctness"]["variants"]]
+    lines += [f"Not measured: {name}: {why}." for name, why in shared["left_out"].items()]
+    return "\n".join([*lines, "", *table(_COLUMNS, [shared | row for row in rows], left=4)]) + "\n"
 
 
 _COLUMNS: list[Column] = [
@@ -251,14 +247,26 @@ def _check(variant: str, logits: Tensor, expected: Tensor, dtype: torch.dtype) -
 
 def _measure(model: Any, mode: str, sizes: Sizes, device: torch.device, seed: int, clock: Clock) -> Iterator[Row]:
     """The rows of one model in one mode."""
+
+    def timed(work: Callable[[], object]) -> float:
+        _wait(device)
+        started = clock()
+        work()
+        _wait(device)
+        return clock() - started
+
+    def row(test: str, batch_size: int, tokens: int, times: list[float]) -> Row:
+        seconds = summarize(times)
+        rate = tokens / seconds["median"]  # type: ignore[operator]
+        return {"test": test, "batch_size": batch_size, "tokens": tokens, "seconds": seconds, "tokens_per_s": rate}
+
     for length in sizes.input_lens:
         torch._dynamo.reset()  # each size is compiled alone, as a user who has one size does
         ids = _tokens(model.config, (1, length), device, seed)
         prompt = partial(_Runner(model, mode == "compiled", 1, length, device).prompt, ids)
         for _ in range(2):
             prompt()  # compiles, and captures CUDA graphs
-        times = [_seconds(prompt, device, clock) for _ in range(sizes.repeats)]
-        yield {"test": f"pp{length}", "batch_size": 1, "tokens": length} | _summary(times, length)
+        yield row(f"pp{length}", 1, length, [timed(prompt) for _ in range(sizes.repeats)])
     for batch_size in sizes.batch_sizes:
         torch._dynamo.reset()
         ids = _tokens(model.config, (batch_size, sizes.context_len), device, seed)
@@ -266,24 +274,13 @@ def _measure(model: Any, mode: str, sizes: Sizes, device: torch.device, seed: in
         times = []
         for _ in range(sizes.repeats + 1):
             token = runner.step(runner.prompt(ids, compiled=False))
-            times.append(_seconds(partial(runner.decode, token, sizes.steps), device, clock) / sizes.steps)
-        test = f"tg{sizes.steps} b{batch_size} @ d{sizes.context_len}"
-        yield {"test": test, "batch_size": batch_size, "tokens": batch_size} | _summary(times[1:], batch_size)
+            times.append(timed(partial(runner.decode, token, sizes.steps)) / sizes.steps)
+        yield row(f"tg{sizes.steps} b{batch_size} @ d{sizes.context_len}", batch_size, batch_size, times[1:])
 
 
-def _summary(times: list[float], tokens: int) -> Row:
-    seconds = summarize(times)
-    return {"seconds": seconds, "tokens_per_s": tokens / seconds["median"]}  # type: ignore[operator]
-
-
-def _seconds(work: Callable[[], object], device: torch.device, clock: Clock) -> float:
+def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    started = clock()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return clock() - started
 
 
 class _Runner:
@@ -298,17 +295,13 @@ class _Runner:
         if self.static is not None:
             model(torch.zeros(batch_size, 1, dtype=torch.int64, device=device), use_cache=True, **{self.name: self.static})
 
-    def reset(self) -> None:
-        """Forget all tokens."""
+    def prompt(self, ids: Tensor, compiled: bool = True) -> Tensor:
+        """The next tokens [B, 1] of prompts [B, T]. Forgets all tokens before."""
         if self.static is None:
             self.cache = self.transformers.DynamicCache(config=self.model.config)
         else:
             self.static.reset()
         self.seen = 0
-
-    def prompt(self, ids: Tensor, compiled: bool = True) -> Tensor:
-        """The next tokens [B, 1] of prompts [B, T]."""
-        self.reset()
         return self.step(ids, compiled)
 
     def decode(self, token: Tensor, steps: int) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 from minirt.bench.ceiling import MatmulCeiling
 from minirt.bench.experts import expected, in_prompt
 from minirt.bench.flops import prompt_flops
-from minirt.bench.measure import Runs, check_room, check_rooms
-from minirt.bench.summary import percentile, summarize
+from minirt.bench.measure import Runs, check_room
+from minirt.bench.summary import named_percentiles, summarize
 from minirt.device import peak_memory
 from minirt.errors import InputError
 from minirt.generator import Generator
@@ -23,7 +23,7 @@ _CONTEXT = 128  # tokens of the decoding requests' own prompts
 
 
 def check(generator: Generator, input_lens: Sequence[int], beside: int) -> None:
-    """Refuse what cannot be measured; see `check_rooms`.
+    """Refuse what cannot be measured; see `check_room`.
 
     At any time, the KV cache holds the decoding requests, the prompts of one step, and a partly computed prompt.
 
@@ -31,7 +31,7 @@ def check(generator: Generator, input_lens: Sequence[int], beside: int) -> None:
         InputError: too many sequences, or prompts too short for `beside`.
         ContextLengthError: too long, or too large for the KV cache.
     """
-    check_room(generator, 1, max(input_lens) + 1)
+    check_room(generator, (1, max(input_lens) + 1))
     if not beside:
         return
     if beside + 1 > generator.max_num_seqs:
@@ -40,7 +40,7 @@ def check(generator: Generator, input_lens: Sequence[int], beside: int) -> None:
     for length in input_lens:
         decoding = _CONTEXT + _steps(generator, length, beside)
         most = min(LONG_PROMPTS, generator.max_num_seqs - beside, generator.max_num_batched_tokens // length + 2)
-        check_rooms(generator, [(beside, decoding), (most, length + 1)])
+        check_room(generator, (beside, decoding), (most, length + 1))
     if LONG_PROMPTS * min(input_lens) <= generator.max_num_batched_tokens:
         expected = f"{LONG_PROMPTS} prompts that together exceed --max-num-batched-tokens ({generator.max_num_batched_tokens})"
         raise InputError("too short to delay other requests", where="--input-len", expected=expected, found=min(input_lens))
@@ -100,7 +100,7 @@ def beside(runs: Runs, input_len: int, count: int) -> dict[str, Any]:
     return row | {
         "test": f"{LONG_PROMPTS} × pp{input_len} beside {count}", "decoding": count,
         "max_num_batched_tokens": runs.generator.max_num_batched_tokens,
-        "inter_token_s": {"p50": percentile(gaps, 50), "p99": percentile(gaps, 99), "max": max(gaps)} if gaps else None,
+        "inter_token_s": named_percentiles(gaps, 50, 99) | {"max": max(gaps)} if gaps else None,
     }
 
 

@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import takewhile
@@ -33,10 +33,14 @@ class Report:
     Attributes:
         context: the values that all results share (see the function `context`).
         results: one dictionary for each result; each benchmark's `run` documents its keys.
+        markdown: makes the Markdown report of the context and the results; None: `of_a_model`.
+        text: the same of the text report; None: the Markdown report without marks.
     """
 
     context: Row
     results: list[Row]
+    markdown: Callable[[Row, list[Row]], str] | None = None
+    text: Callable[[Row, list[Row]], str] | None = None
 
     def render(self, form: str) -> str:
         """Return the report as text that ends with a newline; `form` is one of FORMATS."""
@@ -46,7 +50,10 @@ class Report:
             return "".join(json.dumps(self.context | row, ensure_ascii=False) + "\n" for row in self.results)
         if form == "csv":
             return self._csv()
-        return as_text(self._markdown()) if form == "text" else self._markdown()
+        if form == "text" and self.text is not None:
+            return self.text(self.context, self.results)
+        report = (self.markdown or of_a_model)(self.context, self.results)
+        return as_text(report) if form == "text" else report
 
     def _csv(self) -> str:
         rows = [dict(_flat(self.context | row)) for row in self.results]
@@ -57,20 +64,20 @@ class Report:
         writer.writerows(rows)
         return text.getvalue()
 
-    def _markdown(self) -> str:
-        """Return a heading (device, versions, ceilings, correctness) and a table in the style of llama-bench."""
-        shared = self.context
-        lines = [*heading(shared), f"Correctness: {_sentence(shared['correctness'])}.", ""]
-        rows = [shared | row for row in self.results]
-        columns = _SHARED_COLUMNS + [
-            (title, cell) for title, cell in _COLUMNS[shared["benchmark"]] if {cell(row) for row in rows} != {"-"}
-        ]
-        notes = [_TESTS] if shared["benchmark"] == "speed" else []
-        notes += [LIMIT] if any(title == "of the limit" for title, _ in columns) else []
-        above = any((row.get(name) or 0) > 1 for row in rows for name in _MEASURED_SHARES)
-        notes += [_CEILING_TOO_LOW] if above else []
-        lines += table(columns, rows, left=5)
-        return "\n".join([*lines, *(line for note in notes for line in ("", note))]) + "\n"
+
+def of_a_model(shared: Row, results: list[Row]) -> str:
+    """Return a heading (device, versions, ceilings, correctness) and a table in the style of llama-bench."""
+    lines = [*heading(shared), f"Correctness: {_sentence(shared['correctness'])}.", ""]
+    rows = [shared | row for row in results]
+    columns = _SHARED_COLUMNS + [
+        (title, cell) for title, cell in _COLUMNS[shared["benchmark"]] if {cell(row) for row in rows} != {"-"}
+    ]
+    notes = [_TESTS] if shared["benchmark"] == "speed" else []
+    notes += [LIMIT] if any(title == "of the limit" for title, _ in columns) else []
+    above = any((row.get(name) or 0) > 1 for row in rows for name in _MEASURED_SHARES)
+    notes += [_CEILING_TOO_LOW] if above else []
+    lines += table(columns, rows, left=5)
+    return "\n".join([*lines, *(line for note in notes for line in ("", note))]) + "\n"
 
 
 def heading(shared: Row) -> list[str]:
@@ -195,7 +202,7 @@ def _spread(value: Row, scale: float = 1.0, digits: int = 2) -> str:
     return text if value["stddev"] is None else f"{text} ± {value['stddev'] * scale:,.{digits}f}"
 
 
-def _number(value: float | None, scale: float = 1.0, digits: int = 2, unit: str = "") -> str:
+def number(value: float | None, scale: float = 1.0, digits: int = 2, unit: str = "") -> str:
     return "-" if value is None else f"{value * scale:,.{digits}f}{unit}"
 
 
@@ -213,19 +220,21 @@ _CEILING_TOO_LOW = (
 
 def _share(value: float | None) -> str:
     """A share of a measured ceiling; "-" above 100 %, where it says nothing."""
-    return _number(value if value is None or value <= 1 else None, 100, 1, " %")
+    return number(value if value is None or value <= 1 else None, 100, 1, " %")
 
 
 Column = tuple[str, Callable[[Row], str]]
 
 
 def table(columns: list[Column], rows: list[Row], left: int) -> list[str]:
+    """Return the lines of a Markdown table of rows. `left`: see `markdown_table`."""
+    return markdown_table([title for title, _ in columns], ([cell(row) for _, cell in columns] for row in rows), left)
+
+
+def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]], left: int) -> list[str]:
     """Return the lines of a Markdown table. The first `left` columns are text; the others are numbers, aligned to the right."""
-    return [
-        "| " + " | ".join(title for title, _ in columns) + " |",
-        "| " + " | ".join("---" if i < left else "---:" for i in range(len(columns))) + " |",
-        *("| " + " | ".join(cell(row) for _, cell in columns) + " |" for row in rows),
-    ]
+    rule = ["---" if i < left else "---:" for i in range(len(heads))]
+    return [f"| {' | '.join(cells)} |" for cells in (heads, rule, *rows)]
 
 
 def as_text(markdown: str) -> str:
@@ -272,17 +281,17 @@ _SHARED_COLUMNS: list[Column] = [
     ("params", lambda r: f"{r['parameters'] / 1e6:,.1f} M"),
     ("backend", lambda r: f"{r['backend']} {'+'.join(r['implementations'])}"), ("test", lambda r: r["test"]),
 ]  # fmt: skip
-_PEAK: Column = ("peak GiB", lambda r: _number(r["peak_memory_bytes"], 2**-30))
+_PEAK: Column = ("peak GiB", lambda r: number(r["peak_memory_bytes"], 2**-30))
 _COLUMNS: dict[str, list[Column]] = {
     "speed": [
         ("t/s", lambda r: _spread(_rate(r))),
         ("ms per prompt or step", lambda r: _spread(_seconds(r), 1e3, 3)),
-        ("min ms", lambda r: _number(_seconds(r)["min"], 1e3, 3)),
-        ("CUDA graph ms", lambda r: _number(r.get("graph_replay_s"), 1e3, 3)),
-        ("GB/s", lambda r: _number(r.get("read_bytes_per_s"), 1e-9, 1)),
+        ("min ms", lambda r: number(_seconds(r)["min"], 1e3, 3)),
+        ("CUDA graph ms", lambda r: number(r.get("graph_replay_s"), 1e3, 3)),
+        ("GB/s", lambda r: number(r.get("read_bytes_per_s"), 1e-9, 1)),
         ("of bandwidth", lambda r: _share(r.get("share_of_read_ceiling"))),
-        ("of datasheet", lambda r: _number(r.get("share_of_datasheet"), 100, 1, " %")),
-        ("TFLOP/s", lambda r: _number(r.get("flops_per_s"), 1e-12, 1 if (r.get("flops_per_s") or 0) >= 1e12 else 3)),
+        ("of datasheet", lambda r: number(r.get("share_of_datasheet"), 100, 1, " %")),
+        ("TFLOP/s", lambda r: number(r.get("flops_per_s"), 1e-12, 1 if (r.get("flops_per_s") or 0) >= 1e12 else 3)),
         ("of the limit", lambda r: _share(r["share_of_limit"] if "step_s" in r else r["share_of_matmul_ceiling"])),
         ("inter-token p50 / p99 / max ms", lambda r: _each(r.get("inter_token_s"), "p50", "p99", "max")),
         ("experts a layer", lambda r: _experts(r["experts"])),
@@ -290,12 +299,12 @@ _COLUMNS: dict[str, list[Column]] = {
         _PEAK,
     ],
     "throughput": [
-        ("requests/s", lambda r: _number(r["requests_per_s"])),
-        ("total t/s", lambda r: _number(r["total_tokens_per_s"])),
-        ("output t/s", lambda r: _number(r["output_tokens_per_s"])),
+        ("requests/s", lambda r: number(r["requests_per_s"])),
+        ("total t/s", lambda r: number(r["total_tokens_per_s"])),
+        ("output t/s", lambda r: number(r["output_tokens_per_s"])),
         ("seconds", lambda r: _spread(r["seconds"], 1, 3)),
-        ("avg s", lambda r: _number(r["seconds"]["mean"], 1, 4)),
-        *((f"p{p} s", lambda r, p=p: _number(r["seconds"][f"p{p}"], 1, 4)) for p in (10, 25, 50, 75, 90, 99)),
+        ("avg s", lambda r: number(r["seconds"]["mean"], 1, 4)),
+        *((f"p{p} s", lambda r, p=p: number(r["seconds"][f"p{p}"], 1, 4)) for p in (10, 25, 50, 75, 90, 99)),
         ("first token p50 / p99 ms", lambda r: _each(r["time_to_first_token_s"], "p50", "p99")),
         ("per output token p50 / p99 ms", lambda r: _each(r["time_per_output_token_s"], "p50", "p99")),
         _PEAK,
@@ -303,10 +312,10 @@ _COLUMNS: dict[str, list[Column]] = {
     "speculate": [
         ("new tokens", lambda r: f"{r['output_tokens']:,}"),
         ("drafts right", lambda r: f"{r['num_accepted_tokens']:,} of {r['num_draft_tokens']:,}"),
-        ("tokens a step", lambda r: _number(r["acceptance_length"])),
+        ("tokens a step", lambda r: number(r["acceptance_length"])),
         ("drafts s", lambda r: _spread(r["seconds"])),
         ("plain s", lambda r: _spread(r["plain_s"])),
-        ("speedup", lambda r: _number(r["speedup"])),
+        ("speedup", lambda r: number(r["speedup"])),
         ("same text", lambda r: f"{r['same_texts']} of {r['texts']}"),
     ],
 }
@@ -339,4 +348,4 @@ def _shares(value: Row | None) -> str:
 
 def _each(value: Row | None, *names: str) -> str:
     """Several of a distribution's seconds, in milliseconds."""
-    return "-" if value is None else " / ".join(_number(value[name], 1e3) for name in names)
+    return "-" if value is None else " / ".join(number(value[name], 1e3) for name in names)

@@ -1,4 +1,4 @@
-"""Statistics of repeated measurements: `summarize` and `percentile`."""
+"""Statistics of repeated measurements: `summarize` and `percentiles`; `shown_range`."""
 
 import math
 import statistics
@@ -11,13 +11,13 @@ def summarize(values: Sequence[float]) -> dict[str, float | list[float] | None]:
     return {"median": statistics.median(values), "min": min(values), "stddev": spread, "all": list(values)}
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile with linear interpolation between neighbours (NumPy's default; Hyndman & Fan, type 7)."""
-    return percentiles(values, [percent])[0]
+def named_percentiles(values: Sequence[float], *percents: int) -> dict[str, float]:
+    """Return percentiles by name, such as "p50"; see `percentiles`."""
+    return {f"p{percent}": value for percent, value in zip(percents, percentiles(values, percents), strict=True)}
 
 
 def percentiles(values: Sequence[float], percents: Sequence[float]) -> list[float]:
-    """Return several percentiles of the same values, which are sorted only once; see `percentile`."""
+    """Return percentiles with linear interpolation between neighbours (NumPy's default; Hyndman & Fan, type 7)."""
     ordered = sorted(values)
     results = []
     for percent in percents:
@@ -26,3 +26,8 @@ def percentiles(values: Sequence[float], percents: Sequence[float]) -> list[floa
         high = min(low + 1, len(ordered) - 1)
         results.append(ordered[low] + (ordered[high] - ordered[low]) * (place - low))
     return results
+
+
+def shown_range(ends: tuple[int, int]) -> str:
+    """Return a range as its option takes it: 32:256, or 32 if both ends are 32."""
+    return str(ends[0]) if ends[0] == ends[1] else f"{ends[0]}:{ends[1]}"

@@ -2,11 +2,10 @@
 
 import random
 import statistics
-from collections.abc import Sequence
 from typing import Any
 
 from minirt.bench.measure import Runs
-from minirt.bench.summary import percentile, summarize
+from minirt.bench.summary import named_percentiles, shown_range, summarize
 from minirt.device import peak_memory
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)  # of the times of whole runs, as `vllm bench latency` reports them
@@ -25,27 +24,19 @@ def run(runs: Runs, num_prompts: int, input_range: tuple[int, int], output_range
     rng = random.Random(runs.seed)
     inputs = [rng.randint(*input_range) for _ in range(num_prompts)]
     outputs = [rng.randint(*output_range) for _ in range(num_prompts)]
-    test = f"throughput n{num_prompts} in{_range(input_range)} out{_range(output_range)}"
+    test = f"throughput n{num_prompts} in{shown_range(input_range)} out{shown_range(output_range)}"
     measured = runs.repeated(test, lambda: runs.timed(rng, inputs, outputs))
     times, counted = [seconds for seconds, _ in measured], [one for _, completions in measured for one in completions]
     median = statistics.median(times)
     rates = [completion.decode_tokens_per_s for completion in counted if completion.decode_tokens_per_s > 0]
-    ends = {"mean": statistics.fmean(times)} | {f"p{p}": percentile(times, p) for p in PERCENTILES}
+    ends = {"mean": statistics.fmean(times)} | named_percentiles(times, *PERCENTILES)
     return [
         {
             "test": test, "num_prompts": num_prompts, "input_tokens": sum(inputs), "output_tokens": sum(outputs),
             "seconds": summarize(times) | ends, "requests_per_s": num_prompts / median,
             "total_tokens_per_s": (sum(inputs) + sum(outputs)) / median, "output_tokens_per_s": sum(outputs) / median,
-            "time_to_first_token_s": _ends([completion.time_to_first_token_s for completion in counted]),
-            "time_per_output_token_s": _ends([1 / rate for rate in rates]) if rates else None,
+            "time_to_first_token_s": named_percentiles([completion.time_to_first_token_s for completion in counted], 50, 99),
+            "time_per_output_token_s": named_percentiles([1 / rate for rate in rates], 50, 99) if rates else None,
             "peak_memory_bytes": peak_memory(runs.generator.device),
         }
     ]
-
-
-def _ends(values: Sequence[float]) -> dict[str, float]:
-    return {"p50": percentile(values, 50), "p99": percentile(values, 99)}
-
-
-def _range(ends: tuple[int, int]) -> str:
-    return str(ends[0]) if ends[0] == ends[1] else f"{ends[0]}:{ends[1]}"

@@ -131,6 +131,9 @@ def _values(pages: Tensor, scales: Tensor | None, slots: Tensor) -> Tensor:
 
 def _rows(tensor: Tensor, rows: Tensor) -> Tensor:
     """The rows of a tensor [N, …] in fp64."""
-    if tensor.dtype == FP8:  # PyTorch lacks some operations for FP8
-        return tensor.view(torch.uint8)[rows].view(FP8).double()
-    return tensor[rows].double()
+    return indexable(tensor)[rows].view(tensor.dtype).double()
+
+
+def indexable(tensor: Tensor) -> Tensor:
+    """The tensor, or its codes if it is FP8: PyTorch lacks some operations for FP8."""
+    return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor

@@ -18,11 +18,10 @@ from minirt.bench.compare import layers as compare_layers
 from minirt.bench.compare import timing
 from minirt.bench.compare.layers import Comparison, EagerStep, Place
 from minirt.bench.compare.model import compare_text
-from minirt.bench.compare.timing import LayerTime
 from minirt.device import on_device
 from minirt.errors import ContextLengthError, InputError, UnsupportedError
 from minirt.kernels.attention.limits import KV_SPLIT
-from minirt.layers.base import Forward, has_implementation, implementation
+from minirt.layers.base import has_implementation, implementation
 from minirt.modeling.formats import FP8
 from minirt.modeling.model import Model, some_names
 
@@ -244,7 +243,7 @@ def _time_layers(
     All layers of the model with the same kind, implementation and number of rows are timed together, also those that are not
     compared: see `timing.layer_times`.
     """
-    times: dict[tuple[Any, ...], LayerTime] = {}
+    times: dict[tuple[Any, ...], tuple[float, float, bool]] = {}
     rates: dict[torch.dtype, MatmulCeiling] = {}
     pairs = [(step, place) for step, places in steps for place in places]
     for row, (step, place) in zip(rows, pairs, strict=True):
@@ -262,35 +261,17 @@ def _time_layers(
     return [vars(rate) for rate in rates.values()]
 
 
-def _variants(sequence: Sequence[Place]) -> dict[str, list[Forward]]:
-    """Return variants of the model, each with one forward for each place: all eager; all candidates; one kind of layer eager."""
+def _decode_on_gpu(sequence: Sequence[Place], step: EagerStep) -> Row:
+    """Return the times of a decode step on a GPU as a row: all layers eager, all candidates, and one kind of layer eager."""
     variants = {"eager": [p.eager for p in sequence], "candidate": [p.candidate for p in sequence]}
     for kind in dict.fromkeys(place.layer.kind for place in sequence if place.differs and not place.layer.selects_rows):
         variants[kind] = [p.eager if p.layer.kind == kind else p.candidate for p in sequence]
-    return variants
-
-
-def _decode_on_gpu(sequence: Sequence[Place], step: EagerStep) -> Row:
-    variants = _variants(sequence)
-    seconds = timing.step_times(variants, sequence, step)
-    return _decode(step, seconds, timing.launched_time(variants["eager"], sequence, step))
-
-
-def _decode(step: EagerStep, seconds: dict[str, float], launched: float) -> Row:
-    """Return the times of a decode step on a GPU as a row.
-
-    Args:
-        seconds: of the CUDA graph of each of `_variants`.
-        launched: seconds of the eager step launched from Python.
-    """
-    batch, best = step.batch.num_seqs, seconds["candidate"]
+    launched, seconds = timing.launched_time(variants["eager"], sequence, step), timing.step_times(variants, sequence, step)
+    batch, eager, best = step.batch.num_seqs, seconds.pop("eager"), seconds.pop("candidate")
     decode = {
-        "batch_size": batch, "context_len": step.batch.max_seq_len, "launched_s": launched, "eager_s": seconds["eager"],
-        "candidate_s": best, "launched_tokens_per_s": batch / launched, "eager_tokens_per_s": batch / seconds["eager"],
-        "candidate_tokens_per_s": batch / best, "speedup": seconds["eager"] / best,
-    }
-    fusion = {
-        kind: {"step_s": seconds[kind], "brings_s": seconds[kind] - best, "speedup": seconds[kind] / best} for kind in seconds
-        if kind not in ("eager", "candidate")
+        "batch_size": batch, "context_len": step.batch.max_seq_len, "launched_s": launched, "eager_s": eager, "candidate_s": best,
+        "launched_tokens_per_s": batch / launched, "eager_tokens_per_s": batch / eager, "candidate_tokens_per_s": batch / best,
+        "speedup": eager / best,
     }  # fmt: skip
+    fusion = {kind: {"step_s": s, "brings_s": s - best, "speedup": s / best} for kind, s in seconds.items()}
     return {"decode": decode, "fusion": fusion}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minirt.bench.bounds import Errors, Floor, errors, fault, floor, limits
-from minirt.bench.compare.caches import view
+from minirt.bench.compare.caches import indexable, view
 from minirt.bench.compare.truth import exact, settled
 from minirt.bench.flops import attention_flops
 from minirt.bench.read_bytes import layer_read_bytes
@@ -129,16 +129,8 @@ def empty_cache(model: Model, num_pages: int, num_slots: int = 1, wide: bool = F
         cache.layers = [view(layer).clone(wide=True) for layer in cache.layers]
     for layer in cache.layers:
         for tensor in layer.tensors():
-            if tensor.dtype == FP8:
-                tensor.view(torch.uint8).fill_(0x7F)
-            else:
-                tensor.fill_(torch.nan if tensor.is_floating_point() else 1)
+            indexable(tensor).fill_(0x7F if tensor.dtype == FP8 else torch.nan if tensor.is_floating_point() else 1)
     return cache
-
-
-def _indexable(tensor: Tensor) -> Tensor:
-    """The tensor, or its codes if it is FP8: PyTorch lacks some operations for FP8."""
-    return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor
 
 
 def pages_for_prompt(cache: KVCache, lengths: Sequence[int]) -> list[list[int]]:
@@ -160,7 +152,7 @@ def stream(
         if record is not None:
             record.inputs.append(x)
             rows = [] if kept is None else zip(kept.tensors(), view(kept).rows(batch), strict=True)
-            record.before.append([_indexable(tensor)[index] for tensor, index in rows])
+            record.before.append([indexable(tensor)[index] for tensor, index in rows])
         x = forward(x, batch, kept)
     return x
 
@@ -176,9 +168,7 @@ def prefill(model: Model, sequence: Sequence[Place], tokens: Sequence[int]) -> E
     cache = empty_cache(model, -(-len(tokens) // PAGE_SIZE) + 1, num_slots=2)
     (pages,) = pages_for_prompt(cache, [len(tokens)])
     batch = Batch.build([Chunk(list(tokens), 0, pages, slot=0)], cache.page_size).to(model.device)
-    step = EagerStep(f"prefill {len(tokens)}", batch, [], cache, [])
-    stream([place.eager for place in sequence], sequence, batch, cache, step)
-    return step
+    return _recorded(f"prefill {len(tokens)}", sequence, batch, cache)
 
 
 @torch.inference_mode()
@@ -196,8 +186,12 @@ def decode(model: Model, sequence: Sequence[Place], texts: Sequence[Sequence[int
     pairs = enumerate(zip(texts, pages, strict=True))
     chunks = [Chunk([text[-1]], length - 1, block_table, slot=slot) for slot, (text, block_table) in pairs]
     batch = Batch.build(chunks, cache.page_size).to(model.device)
-    step = EagerStep(f"decode b{len(texts)} @ {length}", batch, [], cache, [])
-    stream(forwards, sequence, batch, cache, step)
+    return _recorded(f"decode b{len(texts)} @ {length}", sequence, batch, cache)
+
+
+def _recorded(name: str, sequence: Sequence[Place], batch: Batch, cache: KVCache) -> EagerStep:
+    step = EagerStep(name, batch, [], cache, [])
+    stream([place.eager for place in sequence], sequence, batch, cache, step)
     return step
 
 
@@ -215,7 +209,7 @@ def run(place: Place, forward: Forward, step: EagerStep, wide: bool = False) -> 
     copied = view(after).clone(wide=wide)
     rows = view(copied).rows(batch)
     for tensor, index, before in zip(copied.tensors(), rows, step.before[place.index], strict=True):
-        _indexable(tensor)[index] = before.to(_indexable(tensor).dtype)
+        indexable(tensor)[index] = before.to(indexable(tensor).dtype)
     clones = [tensor.clone() for tensor in copied.tensors()]
     out = forward(x, batch, copied)
     strays = sum(map(_strays, copied.tensors(), clones, rows))

@@ -118,17 +118,13 @@ def compare_text(
     pages = -(-len(tokens) // PAGE_SIZE) + 1
     caches = [empty_cache(model, pages), empty_cache(model, pages), empty_cache(model, pages, wide=True)]
     page_lists = [pages_for_prompt(cache, [len(tokens)])[0] for cache in caches]
+    variants = [p.eager for p in sequence], [p.candidate for p in sequence], [_exactly(p) for p in sequence]
     for start in range(0, len(tokens), CHUNK):
-        part = list(tokens[start : start + CHUNK])
-        eager, candidate, right = (
-            Batch.build([Chunk(part, start, p, num_logits=len(part), slot=0)], cache.page_size).to(model.device)
-            for cache, p in zip(caches, page_lists, strict=True)
-        )
-        logits = (
-            stream([counted(p.eager) for p in sequence], sequence, eager, caches[0]),
-            stream([counted(p.candidate) for p in sequence], sequence, candidate, caches[1]),
-            stream([counted(_exactly(p)) for p in sequence], sequence, right, caches[2]),
-        )
+        part, logits = list(tokens[start : start + CHUNK]), []
+        for forwards, cache, block_table in zip(variants, caches, page_lists, strict=True):
+            chunk = Chunk(part, start, block_table, num_logits=len(part), slot=0)
+            batch = Batch.build([chunk], cache.page_size).to(model.device)
+            logits.append(stream(list(map(counted, forwards)), sequence, batch, cache))
         for row in range(0, len(part), ROWS):
             sums.add(*(x[row : row + ROWS] for x in logits))
     return sums.result()

@@ -1,6 +1,5 @@
 """The report of `minirt compare`: layers, the whole model, and the decode step in its variants; and the picture of the layers."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,9 @@ from minirt.bench.report import LIMIT, Column, Report, Row, as_text, build, head
 NO_SPEED = "No figure here is a speed: this is a CPU, and the Triton kernels run in Triton's interpreter"
 
 
-@dataclass(frozen=True)
-class CompareReport(Report):
-    """The report of `minirt compare`. Its Markdown has a table of layers and, for the whole model, a table of decode steps."""
-
-    def _markdown(self) -> str:
-        shared = self.context
-        return "\n".join([*heading(shared), f"{shared['model']} {shared['dtype']}: {_body(shared, self.results)}"])
+def markdown(shared: Row, rows: list[Row]) -> str:
+    """The report of `minirt compare`: a table of layers and, for the whole model, a table of decode steps."""
+    return "\n".join([*heading(shared), f"{shared['model']} {shared['dtype']}: {_body(shared, rows)}"])
 
 
 def _body(facts: Row, rows: list[Row]) -> str:
@@ -47,10 +42,10 @@ def as_table(result: Result) -> str:
     return as_text(_body(_facts(result), result.rows)).rstrip("\n")
 
 
-def report(shared: Row, result: Result, cuda: bool) -> CompareReport:
+def report(shared: Row, result: Result, cuda: bool) -> Report:
     """Make the report of a result; `shared` comes from `report.context`."""
     single = {name: value for name, value in shared.items() if name != "matmul_ceiling"}  # `matmul_ceilings` replaces it
-    return CompareReport(single | _facts(result) | {"no_speed": None if cuda else NO_SPEED}, result.rows)
+    return Report(single | _facts(result) | {"no_speed": None if cuda else NO_SPEED}, result.rows, markdown)
 
 
 def _whole(whole: Row, names: str) -> list[str]:

@@ -7,30 +7,17 @@ in its interpreter.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
 from minirt.bench.compare.layers import EagerStep, Place, cached, stream
+from minirt.bench.measure import host_seconds
 from minirt.layers import Forward
 
 REPEATS = 20
 _CALLS = 64  # least layer calls in one CUDA graph; with few kernels in it, the launch of the CUDA graph would dominate
-
-
-class LayerTime(NamedTuple):
-    """Seconds of one call of a layer in each implementation.
-
-    Attributes:
-        cold: whether the layers of the CUDA graph read more than twice the size of the L2 cache.
-    """
-
-    eager_s: float
-    candidate_s: float
-    cold: bool
 
 
 def captured(work: Callable[[], object], device: torch.device) -> torch.cuda.CUDAGraph:
@@ -46,10 +33,10 @@ def captured(work: Callable[[], object], device: torch.device) -> torch.cuda.CUD
     return graph
 
 
-def replays(graphs: Sequence[torch.cuda.CUDAGraph], repeats: int = REPEATS) -> list[float]:
+def replays(graphs: Sequence[torch.cuda.CUDAGraph]) -> list[float]:
     """Return the median seconds of each CUDA graph. The graphs take turns; a first round is not counted."""
     rounds = []
-    for _ in range(repeats + 1):
+    for _ in range(REPEATS + 1):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(len(graphs) + 1)]
         events[0].record()
         for graph, event in zip(graphs, events[1:], strict=True):
@@ -61,12 +48,15 @@ def replays(graphs: Sequence[torch.cuda.CUDAGraph], repeats: int = REPEATS) -> l
 
 
 @torch.inference_mode()
-def layer_times(sequence: Sequence[Place], step: EagerStep, nbytes: int) -> LayerTime:
-    """Time the layers of one kind on a GPU and return the mean of one call.
+def layer_times(sequence: Sequence[Place], step: EagerStep, nbytes: int) -> tuple[float, float, bool]:
+    """Time the layers of one kind on a GPU.
 
     Args:
         sequence: places of one kind.
         nbytes: bytes that all of them read together.
+    Returns:
+        the mean seconds of a call of the eager implementation and of the candidate, and whether the layers of the CUDA graph
+        read more than twice the size of the L2 cache.
     """
     device = step.batch.device
     rounds = -(-_CALLS // len(sequence))
@@ -83,7 +73,7 @@ def layer_times(sequence: Sequence[Place], step: EagerStep, nbytes: int) -> Laye
     graphs = [captured(chain([getattr(p, side) for p in sequence]), device) for side in ("eager", "candidate")]
     eager, candidate = replays(graphs)
     cold = nbytes > 2 * torch.cuda.get_device_properties(device).L2_cache_size
-    return LayerTime(eager / calls, candidate / calls, cold)
+    return eager / calls, candidate / calls, cold
 
 
 @torch.inference_mode()
@@ -104,11 +94,10 @@ def step_times(variants: Mapping[str, Sequence[Forward]], sequence: Sequence[Pla
 @torch.inference_mode()
 def launched_time(forwards: Sequence[Forward], sequence: Sequence[Place], step: EagerStep) -> float:
     """Return the median seconds of the step on a GPU, launched kernel by kernel from Python."""
-    seconds = []
-    for _ in range(REPEATS + 1):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
+
+    def run() -> None:
         stream(forwards, sequence, step.batch, step.cache)
         torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds[1:])
+
+    torch.cuda.synchronize()
+    return statistics.median([host_seconds(run) for _ in range(REPEATS + 1)][1:])

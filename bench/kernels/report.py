@@ -1,38 +1,33 @@
 """The report of `minirt bench kernels`: a table row for each kernel and shape, then broken bounds and regressions; pictures."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from minirt.bench import picture
 from minirt.bench.compare.report import NO_SPEED
 from minirt.bench.picture import Panel, Series
-from minirt.bench.report import LIMIT, Column, Report, Row, build, heading, table
+from minirt.bench.report import LIMIT, Column, Row, build, heading, table
 
 FORMS = {
     "eager": "eager µs", "compiled": "torch.compile µs", "library": "PyTorch's kernel µs", "library_fast": "fast accumulation µs",
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class KernelReport(Report):
-    """The report of `minirt bench kernels`. Its context comes from the function `context` of this module."""
-
-    def _markdown(self) -> str:
-        shared, rows = self.context, self.results
-        lines = heading(shared)
-        if shared["event_s"] is not None:
-            lines += [f"Every time includes {shared['event_s'] * 1e6:.1f} µs for the measurement itself.", ""]
-        columns = _columns(rows, timed=not shared["no_speed"])
-        lines += table(columns, rows, left=4)
-        lines += ["", LIMIT] if any(title == "of the limit" for title, _ in columns) else []
-        lacks = {f"{row['kernel']}: {what}" for row in rows for name, what in row["lacks"].items() if name in row["seconds"]}
-        if lacks:
-            lines += ["", r"\* PyTorch's kernel does not compute everything; it lacks " + "; ".join(sorted(lacks)) + "."]
-        left_out = {f"{_place(row)}: {name}: {why}" for row in rows for name, why in row["left_out"].items()}
-        lines += ["", *(f"- Not measured: {text}" for text in sorted(left_out))] if left_out else []
-        return "\n".join([*lines, "", *_verdict(shared)]) + "\n"
+def markdown(shared: Row, rows: list[Row]) -> str:
+    """The report of `minirt bench kernels`. `shared` comes from the function `context` of this module."""
+    lines = heading(shared)
+    if shared["event_s"] is not None:
+        lines += [f"Every time includes {shared['event_s'] * 1e6:.1f} µs for the measurement itself.", ""]
+    columns = _columns(rows, timed=not shared["no_speed"])
+    lines += table(columns, rows, left=4)
+    lines += ["", LIMIT] if any(title == "of the limit" for title, _ in columns) else []
+    lacks = {f"{row['kernel']}: {what}" for row in rows for name, what in row["lacks"].items() if name in row["seconds"]}
+    if lacks:
+        lines += ["", r"\* PyTorch's kernel does not compute everything; it lacks " + "; ".join(sorted(lacks)) + "."]
+    left_out = {f"{_place(row)}: {name}: {why}" for row in rows for name, why in row["left_out"].items()}
+    lines += ["", *(f"- Not measured: {text}" for text in sorted(left_out))] if left_out else []
+    return "\n".join([*lines, "", *_verdict(shared)]) + "\n"
 
 
 def _place(row: Row) -> str:

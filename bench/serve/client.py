@@ -55,6 +55,21 @@ class Outcome:
     events: int = 0
     error: str = ""
 
+    @property
+    def delay(self) -> float:
+        """How late the request was sent."""
+        return self.start - self.planned
+
+    @property
+    def output_len(self) -> int:
+        """Its tokens: the server's count, else the number of events."""
+        return self.events if self.output_tokens is None else self.output_tokens
+
+    @property
+    def tpot(self) -> float:
+        """Time per output token after the first one."""
+        return (self.latency - self.ttft) / (self.output_len - 1) if self.output_len > 1 else 0.0
+
 
 class StreamedCompletion:
     """Reads the events of one streamed completion.
@@ -178,5 +193,5 @@ def _message(body: Any) -> str:
     return shortened(printable(message if isinstance(message, str) else json.dumps(body, ensure_ascii=False)), 200)
 
 
-def _shown(body: bytes) -> str:
+def _shown(body: bytes | bytearray) -> str:
     return shortened(printable(body[:2000].decode("utf-8", "replace").strip()), 120) or "nothing"

@@ -1,6 +1,6 @@
 """A small HTTP/1.1 client for event streams, on asyncio.
 
-`ResponseParser` and `EventParser` take bytes in any pieces and know nothing of sockets. `HTTPClient` keeps connections open and
+`Response` and `EventParser` take bytes in any pieces and know nothing of sockets. `HTTPClient` keeps connections open and
 sends requests. A load generator reads hundreds of thousands of small blocks a second: each block is handled in one callback, and
 no coroutine wakes until a response is complete. docs/decisions/benchmarking.md has the measured cost.
 """
@@ -32,8 +32,8 @@ class ConnectError(ProtocolError):
     """There is no connection to the server."""
 
 
-class ResponseParser:
-    """Parses one HTTP/1.1 response. `feed` takes its bytes in any pieces and returns those of the body.
+class Response:
+    """One HTTP/1.1 response. `feed` takes its bytes in any pieces and returns those of the body.
 
     Attributes:
         status: the status code; 0 until the head is complete.
@@ -41,16 +41,22 @@ class ResponseParser:
         headers: names in lower case → values.
         complete: whether the body has ended.
         keeps_alive: whether the connection can be used again after the response.
+        body: what `HTTPClient` keeps of the body; nothing of an event stream.
     """
 
     def __init__(self) -> None:
         self.status, self.reason = 0, ""
         self.headers: dict[str, str] = {}
         self.complete, self.keeps_alive = False, True
+        self.body = bytearray()
         self._held = b""  # the start of a line that is not complete
         self._chunked, self._until_close = False, False
         self._left = 0  # bytes of the chunk, or of a body of known length, that are still to come
         self._after_chunk, self._in_trailers = False, False
+
+    @property
+    def is_event_stream(self) -> bool:
+        return self.status == 200 and self.headers.get("content-type", "").partition(";")[0].strip() == "text/event-stream"
 
     def feed(self, data: bytes) -> list[bytes]:
         """Add bytes; return the pieces of the body in them.
@@ -195,20 +201,6 @@ class EventParser:
         return self.feed(b"\n\n")
 
 
-@dataclass
-class Response:
-    """A complete response. `body` is empty if the response was an event stream."""
-
-    status: int
-    reason: str
-    headers: dict[str, str]
-    body: bytes = b""
-
-    @property
-    def is_event_stream(self) -> bool:
-        return self.status == 200 and self.headers.get("content-type", "").partition(";")[0].strip() == "text/event-stream"
-
-
 OnEvents = Callable[[list[bytes], float], None]  # (data of events that arrived together, time.perf_counter() of their arrival)
 
 
@@ -220,9 +212,8 @@ class _Exchange:
     on_events: OnEvents
     last_read: float  # time.perf_counter()
     answered: bool = False  # whether anything has arrived
-    response: ResponseParser = field(default_factory=ResponseParser)
+    response: Response = field(default_factory=Response)
     events: EventParser | None = None
-    body: bytearray = field(default_factory=bytearray)
 
 
 class _Connection(asyncio.BufferedProtocol):
@@ -283,7 +274,7 @@ class _Connection(asyncio.BufferedProtocol):
         response = exchange.response
         known = response.status
         pieces = response.feed(data)
-        if not known and response.status and Response(response.status, "", response.headers).is_event_stream:
+        if not known and response.is_event_stream:
             exchange.events = EventParser()
         if exchange.events is not None:
             for piece in pieces:
@@ -292,7 +283,7 @@ class _Connection(asyncio.BufferedProtocol):
                     exchange.on_events(events, now)
         else:
             for piece in pieces:
-                exchange.body += piece[: _MAX_BODY - len(exchange.body)]
+                response.body += piece[: _MAX_BODY - len(response.body)]
         if response.complete:
             self._finish(exchange, now)
 
@@ -303,7 +294,7 @@ class _Connection(asyncio.BufferedProtocol):
         if not response.keeps_alive:
             self._transport.abort()
             self.closed = True
-        exchange.done.set_result(Response(response.status, response.reason, response.headers, bytes(exchange.body)))
+        exchange.done.set_result(response)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.closed, exchange = True, self._exchange

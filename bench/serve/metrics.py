@@ -3,6 +3,7 @@
 import statistics
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate, chain
 from math import inf
 from typing import Any
 
@@ -12,7 +13,12 @@ from minirt.bench.serve.worker import Usage
 from minirt.bench.summary import percentiles
 
 Row = dict[str, Any]
-LIMITS = ("ttft", "tpot", "e2el")  # what goodput can limit
+LIMITS = {"ttft": "ttft", "tpot": "tpot", "e2el": "latency"}  # what goodput can limit → the attribute of an outcome
+# The lists of a detailed result, with this attribute of each request.
+_DETAILS = {
+    "input_lens": "prompt_tokens", "output_lens": "output_len", "ttfts": "ttft", "itls": "itls", "latencies": "latency",
+    "start_times": "start", "queue_times": "delay", "errors": "error",
+}  # fmt: skip
 BUSY = 0.7  # share of a CPU above which a client process may be the limit
 _SHOWN_ERRORS = 5
 
@@ -31,7 +37,7 @@ def result(run: Run, percents: Sequence[float], goodput: dict[str, float], detai
     good = [outcome for outcome in run.outcomes if not outcome.error]
     duration = max([*(outcome.end for outcome in run.outcomes), 1e-9])
     inputs = sum(outcome.prompt_tokens or 0 for outcome in good)
-    outputs = sum(map(_output_len, good))
+    outputs = sum(outcome.output_len for outcome in good)
     samples = _samples(run, good)
     row: Row = {
         "request_rate": "inf" if run.rate == inf else run.rate, "burstiness": 1.0, "max_concurrency": run.max_concurrency,
@@ -48,15 +54,7 @@ def result(run: Run, percents: Sequence[float], goodput: dict[str, float], detai
     errors = Counter(outcome.error for outcome in run.outcomes if outcome.error)
     row["error_counts"] = dict(errors.most_common(_SHOWN_ERRORS))
     if detailed:
-        row |= {
-            "input_lens": [outcome.prompt_tokens for outcome in run.outcomes],
-            "output_lens": [_output_len(outcome) for outcome in run.outcomes],
-            "ttfts": [outcome.ttft for outcome in run.outcomes], "itls": [outcome.itls for outcome in run.outcomes],
-            "latencies": [outcome.latency for outcome in run.outcomes],
-            "start_times": [outcome.start for outcome in run.outcomes],
-            "queue_times": [outcome.start - outcome.planned for outcome in run.outcomes],
-            "errors": [outcome.error for outcome in run.outcomes],
-        }
+        row |= {name: [getattr(outcome, attribute) for outcome in run.outcomes] for name, attribute in _DETAILS.items()}
     return row
 
 
@@ -68,15 +66,14 @@ def client(usages: Sequence[Usage], run: Run) -> Row:
     """
     lags = [lag for usage in usages for lag in usage.lags] or [0.0]
     busiest = max((usage.busiest_share for usage in usages), default=0.0)
-    delays = [outcome.start - outcome.planned for outcome in run.outcomes]
-    lag = percentiles(lags, [50, 99])
+    lag, delay = percentiles(lags, [50, 99]), percentiles([outcome.delay for outcome in run.outcomes], [99])[0]
     return {
         "processes": len(usages), "cpu_seconds": sum(usage.cpu_seconds for usage in usages),
         "cpu_share": max((usage.cpu_seconds / usage.seconds for usage in usages if usage.seconds), default=0.0),
         "cpu_share_busiest_second": busiest, "headroom": 1 - busiest,
         "us_per_event": 1e6 * sum(usage.cpu_seconds for usage in usages) / max(1, sum(o.events for o in run.outcomes)),
         "p50_loop_lag_ms": lag[0] * 1e3, "p99_loop_lag_ms": lag[1] * 1e3, "max_loop_lag_ms": max(lags) * 1e3,
-        "p99_send_delay_ms": None if run.max_concurrency is not None else percentiles(delays, [99])[0] * 1e3,
+        "p99_send_delay_ms": None if run.max_concurrency is not None else delay * 1e3,
     }
 
 
@@ -102,31 +99,19 @@ def warnings(row: Row, asked_output_tokens: int | None) -> list[str]:
 def _samples(run: Run, good: Sequence[Outcome]) -> dict[str, list[float]]:
     """The values of each metric, in seconds."""
     samples = {
-        "ttft": [outcome.ttft for outcome in good], "tpot": [_tpot(outcome) for outcome in good if _output_len(outcome) > 1],
+        "ttft": [outcome.ttft for outcome in good], "tpot": [outcome.tpot for outcome in good if outcome.output_len > 1],
         "itl": [itl for outcome in good for itl in outcome.itls], "e2el": [outcome.latency for outcome in good],
     }
     if run.max_concurrency is not None:
-        queued = [outcome.start - outcome.planned for outcome in good]
-        samples["client_queue_time"] = queued
+        samples["client_queue_time"] = [outcome.delay for outcome in good]
         if run.rate != inf:
-            waits = zip(good, queued, strict=True)
-            samples["e2el_including_client_queue"] = [outcome.latency + wait for outcome, wait in waits]
+            samples["e2el_including_client_queue"] = [outcome.latency + outcome.delay for outcome in good]
     return samples
-
-
-def _output_len(outcome: Outcome) -> int:
-    return outcome.events if outcome.output_tokens is None else outcome.output_tokens
-
-
-def _tpot(outcome: Outcome) -> float:
-    count = _output_len(outcome)
-    return (outcome.latency - outcome.ttft) / (count - 1) if count > 1 else 0.0
 
 
 def _within(good: Sequence[Outcome], limits: dict[str, float]) -> int:
     """How many requests keep all limits."""
-    values = {"ttft": lambda o: o.ttft, "tpot": _tpot, "e2el": lambda o: o.latency}
-    return sum(all(values[name](outcome) * 1e3 <= limit for name, limit in limits.items()) for outcome in good)
+    return sum(all(getattr(outcome, LIMITS[name]) * 1e3 <= limit for name, limit in limits.items()) for outcome in good)
 
 
 def _statistics(name: str, seconds: Sequence[float], percents: Sequence[float]) -> Row:
@@ -143,13 +128,8 @@ def _statistics(name: str, seconds: Sequence[float], percents: Sequence[float]) 
 def _peak_rate(good: Sequence[Outcome]) -> float:
     """The most events with tokens in one second, counted from the first request."""
     first = min((outcome.start for outcome in good), default=0.0)
-    seconds: Counter[int] = Counter()
-    for outcome in good:
-        now = outcome.start + outcome.ttft - first
-        seconds[int(now)] += 1
-        for itl in outcome.itls:
-            now += itl
-            seconds[int(now)] += 1
+    times = (accumulate(outcome.itls, initial=outcome.start + outcome.ttft - first) for outcome in good)
+    seconds = Counter(map(int, chain.from_iterable(times)))
     return float(max(seconds.values(), default=0))
 
 

@@ -1,14 +1,13 @@
 """The report of `minirt bench serve`: the table of `vllm bench serve` for each rate, or one line for each rate; the picture."""
 
 import platform
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import minirt
 from minirt.bench import picture
 from minirt.bench.picture import Panel, Series
-from minirt.bench.report import Column, Report, Row, as_text, build, commit, date, table
+from minirt.bench.report import Column, Row, as_text, build, commit, date, number, table
 from minirt.threads import usable_cpus
 
 _WIDTH = 50
@@ -20,25 +19,19 @@ _TITLES = {
 }
 
 
-@dataclass(frozen=True)
-class ServeReport(Report):
-    """Results of one run or of a sweep: the context that they share, and for each rate the result of `metrics.result`."""
+def text(shared: Row, rows: list[Row]) -> str:
+    """The table of `vllm bench serve` for each rate, and of a sweep one line for each rate."""
+    summary = as_text("\n".join(table(_COLUMNS, rows, left=1))) if len(rows) > 1 else ""
+    return "".join(f"{line}\n" for row in rows for line in _block(row)) + summary
 
-    def render(self, form: str) -> str:
-        return self._text() if form == "text" else super().render(form)
 
-    def _text(self) -> str:
-        blocks = [_block(row) for row in self.results]
-        summary = as_text("\n".join(table(_COLUMNS, self.results, left=1))) if len(blocks) > 1 else ""
-        return "".join(f"{line}\n" for block in blocks for line in block) + summary
-
-    def _markdown(self) -> str:
-        shared = self.context
-        version = f" ({shared['server_version']})" if shared["server_version"] else ""
-        sizes = f"{shared['num_prompts']} requests of {shared['input_len_range']} + {shared['output_len_range']} tokens"
-        facts = [f"{shared['model_id']} at {shared['base_url']}{version}", sizes, f"clients on {shared['client_cpu']}"]
-        lines = [" · ".join([*facts, f"minirt {build(shared)}", shared["date"]])]
-        return "\n".join([*lines, "", *table(_COLUMNS, self.results, left=1)]) + "\n"
+def markdown(shared: Row, rows: list[Row]) -> str:
+    """What the server and the load were, and one line for each rate. `rows`: results of `metrics.result`."""
+    version = f" ({shared['server_version']})" if shared["server_version"] else ""
+    sizes = f"{shared['num_prompts']} requests of {shared['input_len_range']} + {shared['output_len_range']} tokens"
+    facts = [f"{shared['model_id']} at {shared['base_url']}{version}", sizes, f"clients on {shared['client_cpu']}"]
+    lines = [" · ".join([*facts, f"minirt {build(shared)}", shared["date"]])]
+    return "\n".join([*lines, "", *table(_COLUMNS, rows, left=1)]) + "\n"
 
 
 def context(**facts: Any) -> Row:
@@ -88,25 +81,21 @@ def shown_rate(row: Row) -> str:
     return row["request_rate"] if isinstance(row["request_rate"], str) else f"{row['request_rate']:g}"
 
 
-def _number(value: float | None, digits: int = 2) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
-
-
 def _ends(name: str) -> Column:
     """The column with median and highest percentile of a metric."""
 
     def cell(row: Row) -> str:
         last = [key for key in row if key.startswith("p") and key.endswith(f"_{name}_ms")][-1:]
-        return " / ".join(_number(row[key]) for key in (f"median_{name}_ms", *last))
+        return " / ".join(number(row[key]) for key in (f"median_{name}_ms", *last))
 
     return f"{_TITLES[name][0]} ms", cell
 
 
 _COLUMNS: list[Column] = [
     ("rate", lambda r: shown_rate(r) + (f", {r['max_concurrency']} at once" if r["max_concurrency"] else "")),
-    ("requests/s", lambda r: _number(r["request_throughput"])), ("goodput", lambda r: _number(r["request_goodput"])),
-    ("output t/s", lambda r: _number(r["output_throughput"], 1)),
-    ("total t/s", lambda r: _number(r["total_token_throughput"], 1)), _ends("ttft"), _ends("tpot"), _ends("itl"), _ends("e2el"),
+    ("requests/s", lambda r: number(r["request_throughput"])), ("goodput", lambda r: number(r["request_goodput"])),
+    ("output t/s", lambda r: number(r["output_throughput"], digits=1)),
+    ("total t/s", lambda r: number(r["total_token_throughput"], digits=1)), *map(_ends, ("ttft", "tpot", "itl", "e2el")),
     ("failed", lambda r: str(r["failed"])), ("client headroom", lambda r: f"{r['client']['headroom']:.0%}"),
 ]  # fmt: skip
 

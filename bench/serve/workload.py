@@ -9,17 +9,15 @@ from typing import Any
 
 CHAT, COMPLETIONS = "chat/completions", "completions"
 # Short common words, each of them one token of most vocabularies. Their number of tokens is what the server counts.
-_WORDS = [
-    "the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "with", "they", "at", "this", "have",
-    "from", "or", "had", "by", "but", "some", "what", "there", "we", "can", "out", "other", "were", "all", "your", "when",
-    "up", "use", "how", "said", "an", "each", "she", "which", "do", "their", "time", "if", "will", "way", "about", "many",
-    "then", "them", "would", "write", "like", "so", "these", "her", "long", "make", "thing", "see", "him", "two", "has",
-    "look", "more", "day", "could", "go", "come", "did", "my", "no", "most", "who", "over", "know", "than", "call",
-    "first", "people", "may", "down", "side", "been", "now", "find", "any", "new", "work", "part", "take", "get", "place",
-    "made", "live", "where", "after", "back", "little", "only", "man", "year", "came", "show", "every", "good", "me",
-    "give", "our", "under", "name", "very", "through", "just", "form", "great", "think", "say", "help", "low", "line",
-    "before", "turn", "cause", "same", "mean", "move", "right", "old", "too", "does", "tell",
-]  # fmt: skip
+_COMMON = (
+    "the of and to in is that it was for on are with they at this have from or had by but some what there we can out other "
+    "were all your when up use how said an each she which do their time if will way about many then them would write like "
+    "so these her long make thing see him two has look more day could go come did my no most who over know than call first "
+    "people may down side been now find any new work part take get place made live where after back little only man year "
+    "came show every good me give our under name very through just form great think say help low line before turn cause "
+    "same mean move right old too does tell"
+)
+_WORDS = _COMMON.split()
 
 
 @dataclass(frozen=True)

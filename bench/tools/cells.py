@@ -1,17 +1,13 @@
-"""Markdown tables of results: `table` of given cells, and `Grid` filled cell by cell. `with_blocks` puts them into a page."""
+"""Markdown tables of results: `table` of given cells, and `grid` of cells in any order. `with_blocks` puts them into a page."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from minirt.bench.report import markdown_table
 from minirt.bench.tools.results import Records, Result, format_of, mark
 
 NONE = "–"  # a cell without a measured value
-
-
-def mib(megabytes: float) -> float:
-    """MiB of a stored number of 1e6 bytes."""
-    return megabytes * 1e6 / (1 << 20)
 
 
 def milliseconds(ms: float) -> str:
@@ -40,10 +36,9 @@ def signed(value: float, digits: int) -> str:
     return text.lstrip("+-") if float(text) == 0 else text.replace("-", "−")
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table. All columns but the first are numbers, aligned to the right."""
-    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """A Markdown table. The first `left` columns are text; the others are numbers, aligned to the right."""
+    return "\n".join(markdown_table(columns, rows, left))
 
 
 def with_blocks(text: str, make: Mapping[str, Callable[[str], str]]) -> str:
@@ -57,33 +52,21 @@ def with_blocks(text: str, make: Mapping[str, Callable[[str], str]]) -> str:
     return re.sub(pattern, anew, text, flags=re.DOTALL)
 
 
-class Grid:
-    """A table that is filled cell by cell. Rows and columns are in the order in which they are first named.
+def grid(title: str, cells: Iterable[tuple[str, Mapping[Any, str]]], columns: Iterable[Any] = ()) -> str:
+    """A table of cells in any order. Rows and columns are in the order in which they are first named.
 
     Args:
+        cells: name of a row, and texts of some of its columns. A column's key is its head, or a tuple that ends with the head, if
+            several columns have this head.
         columns: those that come first.
-        empty: the text of a cell that is not filled.
     """
-
-    def __init__(self, title: str, columns: Iterable[Any] = (), empty: str = NONE) -> None:
-        self._title, self._empty = title, empty
-        self._columns = dict.fromkeys(columns)
-        self._rows: dict[str, dict[Any, str]] = {}
-        self._marks: dict[str, str] = {}
-
-    def put(self, row: str, column: Any, text: str, mark: str = "") -> None:
-        """`column`: its head, or a tuple that ends with the head, if several columns have this head. `mark`: of the row."""
-        self._columns[column] = None
-        self._rows.setdefault(row, {})[column] = text
-        self._marks[row] = mark or self._marks.get(row, "")
-
-    def __str__(self) -> str:
-        heads = [column[-1] if isinstance(column, tuple) else column for column in self._columns]
-        rows = (
-            [row + self._marks[row], *(cells.get(column, self._empty) for column in self._columns)]
-            for row, cells in self._rows.items()
-        )
-        return table([self._title, *heads], rows)
+    rows: dict[str, dict[Any, str]] = {}
+    keys = dict.fromkeys(columns)
+    for row, texts in cells:
+        keys |= dict.fromkeys(texts)
+        rows.setdefault(row, {}).update(texts)
+    heads = [key[-1] if isinstance(key, tuple) else key for key in keys]
+    return table([title, *heads], ([row, *(texts.get(key, NONE) for key in keys)] for row, texts in rows.items()))
 
 
 def rows_of(records: Records) -> Iterator[Result]:

@@ -46,18 +46,6 @@ _LOADS = ("LDC", "ULDC", "LDCU", "MOV", "UMOV")
 # Listing: what is compiled.
 
 
-class Listed(NamedTuple):
-    """A variant that some launch needs.
-
-    Args:
-        request: compiles it in any process (`minirt.kernels.compile.processes.CompileRequest`).
-        uses: the launches that need it: "model, step" or "calls, dtype".
-    """
-
-    request: Any
-    uses: list[str]
-
-
 class _Lists:
     """Takes the place of Triton's compilers, and of the executor of its asynchronous mode: lists what would be compiled."""
 
@@ -78,8 +66,13 @@ class _Lists:
         return future
 
 
-def list_variants(cc: int, models: Sequence[str], calls: Path | None) -> list[Listed]:
-    """The variants that a GPU of this compute capability needs. Call it in a fresh process: it replaces Triton's launches."""
+def list_variants(cc: int, models: Sequence[str], calls: Path | None) -> list[tuple[Any, list[str]]]:
+    """The variants that a GPU of this compute capability needs. Call it in a fresh process: it replaces Triton's launches.
+
+    Returns:
+        for each variant, what compiles it in any process (`minirt.kernels.compile.processes.CompileRequest`), and the launches
+        that need it: "model, step" or "calls, dtype".
+    """
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
@@ -123,7 +116,7 @@ def list_variants(cc: int, models: Sequence[str], calls: Path | None) -> list[Li
             for dtype in (torch.bfloat16, torch.float32) if cc == 80 else (torch.bfloat16,):  # fp32 kernels are the same on all
                 lists.use = f"{calls.stem}, {str(dtype).removeprefix('torch.')}"
                 every_kernel(cc, dtype)
-    return [Listed(request, list(lists.uses[number])) for number, request in enumerate(lists.requests)]
+    return [(request, list(lists.uses[number])) for number, request in enumerate(lists.requests)]
 
 
 def _launch_model(name: str, cc: int, lists: _Lists) -> None:
@@ -285,9 +278,9 @@ def compile_all(gpus: Sequence[int], models: Sequence[str], calls: Path | None, 
             listed = [variant for future in futures for variant in future.result()]
         variants, errors = list[dict[str, Any]](), list[dict[str, Any]]()
         with ProcessPoolExecutor(processes, mp_context=spawn, initializer=_import_from, initargs=(folder,)) as pool:
-            measured = pool.map(measure, [variant.request for variant in listed])
-            for done, (facts, variant) in enumerate(zip(measured, listed, strict=True), 1):
-                (errors if "error" in facts else variants).append(facts | {"uses": variant.uses})
+            measured = pool.map(measure, [request for request, _ in listed])
+            for done, (facts, (_, uses)) in enumerate(zip(measured, listed, strict=True), 1):
+                (errors if "error" in facts else variants).append(facts | {"uses": uses})
                 if done % 50 == 0 or done == len(listed):
                     print(f"{done} of {len(listed)} variants", file=sys.stderr, flush=True)
     for records in (variants, errors):
@@ -366,13 +359,20 @@ def report(pairs: Sequence[Pair]) -> str:
         counts[f"sm_{variant['gpu']} {variant['kernel']}"][pair.verdict] += 1
     rows = [[name, *(str(row[verdict]) for verdict in verdicts)] for name, row in sorted(counts.items())]
     rows.append(["all", *(str(sum(row[verdict] for row in counts.values())) for verdict in verdicts)])
-    lines = [_table(["kernel", *verdicts], rows)]
+    lines = [_aligned(["kernel", *verdicts], rows)]
     for pair in pairs:
         if pair.verdict == DIFFERENT and pair.old and pair.new:
             lines.append(f"{_title(pair.new)}\n    {_difference(pair.old, pair.new)}")
         elif pair.verdict in (ONLY_OLD, ONLY_NEW):
             lines.append(f"{_title(pair.old or pair.new or {})}\n    {pair.verdict}")
     return "\n".join(lines)
+
+
+def _aligned(heads: Sequence[str], rows: list[list[str]]) -> str:
+    """A table as text. What is equal in all rows stands above it."""
+    from minirt.bench.report import as_text, markdown_table
+
+    return as_text("\n".join(markdown_table(heads, rows, left=1)))
 
 
 def _title(variant: dict[str, Any]) -> str:
@@ -402,16 +402,7 @@ def summary(variants: Sequence[dict[str, Any]]) -> str:
         most.append(max(sum(variant["opcodes"].values()) for variant in group))
         spilling = sum(any(op.startswith(("STL", "LDL")) for op in variant["opcodes"]) for variant in group)
         rows.append([name, *map(str, (len(group), *most, spilling))])
-    return _table(["kernel", "variants", "registers", "stack", "shared", "instructions", "with local memory"], rows)
-
-
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    widths = [max(len(row[at]) for row in [header, *rows]) for at in range(len(header))]
-    lines = []
-    for row in [header, *rows]:
-        first, *rest = zip(row, widths, strict=True)
-        lines.append("  ".join([first[0].ljust(first[1]), *(text.rjust(width) for text, width in rest)]))
-    return "\n".join(lines)
+    return _aligned(["kernel", "variants", "registers", "stack", "shared", "instructions", "with local memory"], rows)
 
 
 def _read(file: str) -> list[dict[str, Any]]:

@@ -5,29 +5,23 @@ python bench/tools/kernel_pages.py     writes the pages; needs Triton, no GPU
 A block is the text between `<!-- NAME -->` and `<!-- end of NAME -->`. A test compares the pages with the tables.
 """
 
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
 
-from minirt.bench.tools.cells import with_blocks
+from minirt.bench.tools.cells import table, with_blocks
 from minirt.kernels.operations import EXPORTED, OPERATIONS
 from minirt.kernels.regimes import TABLES, Regime
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def functions() -> str:
     """The operations that `minirt.kernels` exports."""
     rows = [
-        _row(f"`{operation.name}`", operation.what, "–" if operation.no_op else "yes") for operation in OPERATIONS.values()
+        (f"`{operation.name}`", operation.what, "–" if operation.no_op else "yes") for operation in OPERATIONS.values()
         if operation.name in EXPORTED
     ]  # fmt: skip
-    return "\n".join([_row("function", "computes", "op"), _row(*["---"] * 3), *rows])
+    return table(("function", "computes", "op"), rows, left=3)
 
 
 def _sizes(regime: Regime) -> str:
@@ -45,23 +39,19 @@ def regimes() -> str:
             if regime.limits is not None:
                 formats = " ".join(form for form in regime.limits.formats if not form.endswith("_fp32"))
                 gpu = f"sm_{regime.capability}" if regime.capability else "any"
-                rows.append(_row(place, f"`{regime.kernel}`", gpu, f"{regime.axis} {_sizes(regime)}", formats))
-    return "\n".join([_row("table", "kernel", "GPU", "step", "formats"), _row(*["---"] * 5), *rows])
+                rows.append((place, f"`{regime.kernel}`", gpu, f"{regime.axis} {_sizes(regime)}", formats))
+    return table(("table", "kernel", "GPU", "step", "formats"), rows, left=5)
 
 
-class Block(NamedTuple):
-    page: Path
-    make: Callable[[], str]
-
-
-BLOCKS = {"functions": Block(DOCS / "kernels.md", functions), "regimes": Block(DOCS / "design" / "regimes.md", regimes)}
+# Name of a block → its page, and what makes it.
+BLOCKS = {"functions": (DOCS / "kernels.md", functions), "regimes": (DOCS / "design" / "regimes.md", regimes)}
 
 
 def render(text: str) -> str:
     """The text of a page with its blocks made again."""
-    return with_blocks(text, dict.fromkeys(BLOCKS, lambda name: BLOCKS[name].make()))
+    return with_blocks(text, dict.fromkeys(BLOCKS, lambda name: BLOCKS[name][1]()))
 
 
 if __name__ == "__main__":
-    for block in BLOCKS.values():
-        block.page.write_text(render(block.page.read_text(encoding="utf-8")), encoding="utf-8")
+    for page, _ in BLOCKS.values():
+        page.write_text(render(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -11,7 +11,6 @@ are equally likely.
 import argparse
 import random
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,9 @@ _WHY = "tests/kernels/linear compares the kernels of each format with fp64, test
 
 
 def measure(model: str, quantization: str | None) -> None:
-    from minirt import Generator, SamplingParams
+    from minirt import Generator
     from minirt.bench.ceiling import read_ceiling
+    from minirt.bench.measure import Runs
     from minirt.bench.read_bytes import step_read_bytes
     from minirt.bench.replay import replay_times
     from minirt.bench.summary import summarize
@@ -46,14 +46,9 @@ def measure(model: str, quantization: str | None) -> None:
             except (ContextLengthError, InputError) as error:  # fewer sequences run at once, or there are fewer pages
                 row["left_out"] = str(error)
             results.append(row | {"share_of_limit": row["step_s"] and limit / row["step_s"]["median"]})
-        draw = random.Random(0)
+        runs, draw = Runs(generator, REPEATS, {"temperature": 0.0}), random.Random(0)
         for length in PROMPTS:
-            seconds = []
-            for _ in range(REPEATS + 2):
-                prompt = [draw.randrange(1000, generator.config.vocab_size) for _ in range(length)]
-                began = time.perf_counter()
-                generator.generate([prompt], SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0))
-                seconds.append(time.perf_counter() - began)
+            seconds = [runs.timed(draw, [length], [1])[0] for _ in range(REPEATS + 2)]
             results.append({"input_len": length, "time_to_first_token_s": summarize(seconds[2:])})
     about = {"model": Path(model).name, "quantization": quantization, "correctness": {"checked": False, "why": _WHY}}
     print_record("steps", "cuda", ceiling, **about, results=results)

@@ -13,14 +13,14 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from minirt.bench.tools import pictures
-from minirt.bench.tools.beside_vllm import engines_table, headline, readme_table
+from minirt.bench import picture as pictures
+from minirt.bench.compare import report as compare_report
+from minirt.bench.picture import Panel, Series
 from minirt.bench.tools.cells import (
     NONE,
-    Grid,
-    mib,
+    grid,
     milliseconds,
     ms,
     percent,
@@ -31,9 +31,7 @@ from minirt.bench.tools.cells import (
     with_blocks,
 )
 from minirt.bench.tools.results import (
-    BESIDE_VLLM,
     FORMATS,
-    IN_PROCESS,
     RESULTS,
     ROOT,
     Records,
@@ -102,17 +100,18 @@ def _by_format(
     peers: Mapping[str, tuple[float, ...]] | None = None,
 ) -> str:  # fmt: skip
     """Milliseconds and shares of each format. With `peers`, also those of vLLM, only at its points."""
-    vllm = ["vLLM 0.24, {}"] if peers else []
-    grid = Grid(title, [(form, head.format(form)) for form in FORMATS for head in (title_of(form), share_head, *vllm)])
-    for point, times in (peers or {}).items():
-        for form, peer in zip(FORMATS, times, strict=True):
-            grid.put(point, (form, vllm[0].format(form)), milliseconds(peer))
-    for row in rows_of(records):
-        if peers is None or name(row) in peers:
-            form = row["format"]
-            grid.put(name(row), (form, title_of(form)), ms(row[time]), mark=row["mark"])
-            grid.put(name(row), (form, share_head), share(row[share_of]))
-    return str(grid)
+    rows = [(name(row), row) for row in rows_of(records) if peers is None or name(row) in peers]
+    marks = {point: row["mark"] for point, row in rows if row["mark"]}
+    heads = {form: (title_of(form), share_head) + ((f"vLLM 0.24, {form}",) if peers else ()) for form in FORMATS}
+    cells: list[tuple[str, dict[Any, str]]] = [
+        (point, {(form, heads[form][-1]): milliseconds(peer) for form, peer in zip(FORMATS, times, strict=True)})
+        for point, times in (peers or {}).items()
+    ]
+    for point, row in rows:
+        form = row["format"]
+        cells.append((point, {(form, title_of(form)): ms(row[time]), (form, share_head): share(row[share_of])}))
+    columns = [(form, head) for form in FORMATS for head in heads[form]]
+    return grid(title, ((point + marks.get(point, ""), texts) for point, texts in cells), columns)
 
 
 def decode_table(records: Records) -> str:
@@ -162,66 +161,21 @@ def _points(records: Records) -> Iterator[tuple[str, Result, Result, str, Result
 
 def replays_table(records: Records) -> str:
     """Decode steps as replays of CUDA graphs, and prompts, a column for each model, or for each of its formats."""
-    grid, several = Grid("ms (% of memory bandwidth)"), len({record["quantization"] for record in records.values()}) > 1
+    cells, several = [], len({record["quantization"] for record in records.values()}) > 1
     for name, record, row, point, seconds in _points(records):
         text = ms(seconds) + (f" ({share(row['share_of_limit'])})" if seconds and "batch_size" in row else "")
         head = record["model"] + (f" {record['quantization']}" if several else "") + mark(record)
-        grid.put(point, (name, head), text)
-    return str(grid)
+        cells.append((point, {(name, head): text}))
+    return grid("ms (% of memory bandwidth)", cells)
 
 
 def formats_table(records: Records) -> str:
     """Steps and prompts of one model with each stored format of its weights."""
-    grid = Grid("ms")
-    for name, record, row, point, seconds in _points(records):
-        grid.put(point, (name, name.split("-", 2)[2] + mark(record)), ms(seconds))  # h200-steps-fp8-blocks
-        grid.put(point, (name, "% of limit"), share(row.get("share_of_limit")))
-    return str(grid)
-
-
-def drafts_table(records: Records) -> str:
-    """Tokens per second with drafts, minirt beside vLLM where it was measured."""
-    (record,) = records.values()
-    theirs = {run["model"]: run for run in record["drafts"] if run["engine"] == "vLLM"}
-    rows = []
-    for run in record["drafts"]:
-        if run["engine"] == "minirt":
-            peer = theirs.get(run["model"], {"results": []})
-            rates = {row["batch_size"]: row["tokens_per_s"] for row in peer["results"]}
-            kind = f"{run['num_drafts']} {'MTP' if run['method'] == 'mtp' else run['method']} drafts"
-            for row in run["results"]:
-                n, rate = row["batch_size"], row["tokens_per_s"]
-                cells = [f"{run['tokens_per_step']:.2f}", f"{rate:,.1f}", f"{row['speedup']:.2f} ×"]
-                cells += [f"{rates[n]:,.1f}", f"{rate / rates[n]:.2f} ×"] if n in rates else [NONE, NONE]
-                rows.append([f"{run['model']} {format_of(run)}, {kind}, batch {n}", *cells])
-    (peer,) = theirs.values()
-    drafts = record["protocol"]["drafts"]
-    heads = ["tokens a step", "minirt, tokens/s", "of plain decoding", "vLLM, tokens/s", "minirt faster"]
-    return (
-        f"{table(['drafts', *heads], rows)}\n\nminirt `{record['commit']}`; vLLM {peer['version']}, {peer['note']}, "
-        f"{peer['tokens_per_step']} tokens a step, on a card of the same type; whether its engine was a process of its own was "
-        f"not recorded. {drafts[0].upper()}{drafts[1:]}: the figures say how fast steps are, not how often drafts are right. "
-        f"From `{BESIDE_VLLM}`."
-    )
-
-
-_PARTS = {
-    "import_torch_s": "import torch", "cuda_s": "CUDA", "load_s": "load", "warm_up_s": "warm-up",
-    "first_token_s": "first token after",
-}  # fmt: skip
-
-
-def first_token_table(records: Records) -> str:
-    """Seconds from the start of the interpreter to the first token on an H100, by part."""
-    (record,) = records.values()
-    rows = []
-    for start in record["start"]:
-        caches = f"{start['caches']} kernel caches" if start["caches"] != "of bf16" else "kernel caches of bf16"
-        cells = [NONE if start[name] is None else f"{start[name]:.1f}" for name in _PARTS]
-        rows.append([f"{title_of(format_of(start))}, {caches}", *cells, str(start["kernels_compiled"] or NONE)])
-    about = f"minirt `{record['commit']}`, one {record['device']}, {record['date']}; {record['protocol']['start']}"
-    shown = table([f"{record['model']}, seconds", *_PARTS.values(), "kernels compiled"], rows)
-    return f"{shown}\n\n{about}. From `{BESIDE_VLLM}`."
+    return grid("ms", (
+        (point, {(name, name.split("-", 2)[2] + mark(record)): ms(seconds),  # h200-steps-fp8-blocks
+                 (name, "% of limit"): share(row.get("share_of_limit"))})
+        for name, record, row, point, seconds in _points(records)
+    ))  # fmt: skip
 
 
 # --- mixtures of experts ---
@@ -232,30 +186,29 @@ def mixture_table(records: Records) -> str:
 
     Columns of vLLM are those of the preset on an H200: a mixture with other numbers of experts, and another GPU, have none.
     """
-    grid = Grid("ms")
+    cells = []
     for name, record, row, point, seconds in _points(records):
         form, experts = format_of(record), row["experts"]
-        grid.put(point, (name, title_of(form) + mark(record)), ms(seconds))
-        grid.put(point, (name, "% of limit"), share(row["share_of_limit"]))
-        grid.put(point, (name, "experts"), f"{experts['touched']:.1f}" if experts else NONE)
+        texts = {(name, title_of(form) + mark(record)): ms(seconds), (name, "% of limit"): share(row["share_of_limit"])}
+        texts[name, "experts"] = f"{experts['touched']:.1f}" if experts else NONE
         if not record.get("changed") and "H200" in record.get("device", "H200"):
             step = "batch_size" in row
             peers = _VLLM_MIXTURE_STEPS.get(row["batch_size"]) if step else _VLLM_MIXTURE_PROMPTS.get(row["input_len"])
-            text = NONE if peers is None else milliseconds(peers[FORMATS.index(form)])
-            grid.put(point, (name, f"vLLM 0.24, {form}"), text)
-    return str(grid)
+            texts[name, f"vLLM 0.24, {form}"] = NONE if peers is None else milliseconds(peers[FORMATS.index(form)])
+        cells.append((point, texts))
+    return grid("ms", cells)
 
 
 def mixture_kernels_table(records: Records) -> str:
     """Microseconds of a decode step by kernel. Kernels overlap, so their sum is longer than the step."""
-    grid = Grid("µs")
+    cells = []
     for record in records.values():
         for trace in record["traces"]:
             column = f"{title_of(format_of(record))}, batch {trace['batch']}"
-            grid.put("the step", column, f"{trace['step_ms'] * 1e3:,.0f}")
-            for kernel, us in trace["us_a_step_by_kernel"].items():
-                grid.put(f"`{kernel}`", column, f"{us:,.0f}")
-    return f"![Share of each kernel in a decode step, by batch size](../../bench/results/mixture.svg)\n\n{grid}"
+            cells.append(("the step", {column: f"{trace['step_ms'] * 1e3:,.0f}"}))
+            cells += [(f"`{kernel}`", {column: f"{us:,.0f}"}) for kernel, us in trace["us_a_step_by_kernel"].items()]
+    shown = grid("µs", cells)
+    return f"![Share of each kernel in a decode step, by batch size](../../bench/results/mixture.svg)\n\n{shown}"
 
 
 # --- idle time, start-up, served and patched models ---
@@ -301,10 +254,10 @@ def served_table(records: Records) -> str:
     def median_and_p99(load: Result) -> str:
         return f"{milliseconds(load['median_ttft_ms'])} · {milliseconds(load['p99_ttft_ms'])}"
 
-    grid = Grid("Qwen2.5-7B, random weights")
+    cells = []
     for row in rows_of(records):
         busy, offline = row["busy"]["output_throughput"], row["offline"]["output_tokens_per_s"]
-        cells = {
+        texts = {
             "offline, output tokens/s": f"{offline:,.0f}",
             "served with 256 in flight, output tokens/s": f"{busy:,.0f} ({busy / offline:.1%})",
             "left of a CPU in the busiest client process": f"{row['busy']['client']['headroom']:.0%}",
@@ -313,39 +266,25 @@ def served_table(records: Records) -> str:
             "first token, one request at a time: median · p99, ms": median_and_p99(row["unloaded"]),
             "first token at half the rate: median · p99, ms": median_and_p99(row["half"]),
         }
-        for name, text in cells.items():
-            grid.put(name, title_of(row["format"]), text)
-    return str(grid)
+        cells += [(name, {title_of(row["format"]): text}) for name, text in texts.items()]
+    return grid("Qwen2.5-7B, random weights", cells)
 
 
 def patch_table(records: Records) -> str:
     """A transformers model with and without minirt's kernels: the first record in eager mode, the second one compiled."""
     record, compiled = records.values()
-    versions = record["versions"]
-    grid = Grid(f"{record['model']}, {record['dtype']}, {record['device']}")
-    for mode, results in (("eager", record["results"]), ("compiled", compiled["results"])):
-        for row in results:
-            if row["mode"] == mode:
-                test, variant = row["test"], row["variant"]
-                title = f"prompt of {int(test[2:]):,} tokens" if test[:2] == "pp" else f"decode step, B = {row['batch_size']}"
+    versions, cells = record["versions"], []
+    for mode, row in [("eager", row) for row in record["results"]] + [("compiled", row) for row in compiled["results"]]:
+        if row["mode"] == mode:
+            test, variant = row["test"], row["variant"]
+            title = f"prompt of {int(test[2:]):,} tokens" if test[:2] == "pp" else f"decode step, B = {row['batch_size']}"
+            if row["speedup"] is None:
+                head, text = f"transformers {versions['transformers']}, ms", ms(row["seconds"])
+            else:
                 head = f"Liger {versions['liger-kernel']}" if variant == "liger" else variant
-                base = row["speedup"] is None
-                grid.put(
-                    title + ", compiled" * (mode == "compiled"), f"transformers {versions['transformers']}, ms" if base else head,
-                    ms(row["seconds"]) if base else f"{row['speedup']:.2f} ×",
-                )  # fmt: skip
-    return str(grid)
-
-
-def cpu_table(records: Records) -> str:
-    """A sentence about SmolLM2-135M on a CPU, compared with transformers."""
-    (record,) = records.values()
-    return (
-        f"On {record['threads']} CPU threads, minirt decodes SmolLM2-135M at {record['ratio']:.2f} times the speed of "
-        f"transformers and needs {mib(record['peak_mb']):,.0f} MiB, of which {mib(record['weights_mb']):,.0f} MiB are weights. "
-        f"The first token comes {record['first_token_s_after_process_start']:.1f} s after the process starts "
-        "(measured by `tests/tools/compare_transformers.py` of commit 62ea63a3)."
-    )
+                text = f"{row['speedup']:.2f} ×"
+            cells.append((title + ", compiled" * (mode == "compiled"), {head: text}))
+    return grid(f"{record['model']}, {record['dtype']}, {record['device']}", cells)
 
 
 # --- layers and kernels ---
@@ -357,8 +296,7 @@ def fusion_table(records: Records) -> str:
     if not whole:
         return ""
     several = len({record["model"] for record, _ in whole}) > 1
-    step = whole[0][1]["decode"]
-    grid = Grid(f"decode step, batch {step['batch_size']}, context {step['context_len']}")
+    cells = []
     for record, model in whole:
         step, form = model["decode"], title_of(format_of(record))
         best = step["candidate_s"]
@@ -366,9 +304,10 @@ def fusion_table(records: Records) -> str:
         times |= {f"Triton, but {kind} eager": part["step_s"] for kind, part in model["fusion"].items()}
         head = f"{record['model']}, {form}, ms" if several else f"{form}, ms"
         for name, seconds in times.items():
-            grid.put(name, (head, head), f"{seconds * 1e3:.3f}")
-            grid.put(name, (head, "over Triton"), "" if name == "Triton" else f"{seconds / best:.2f} ×")
-    return str(grid)
+            ratio = "" if name == "Triton" else f"{seconds / best:.2f} ×"
+            cells.append((name, {(head, head): f"{seconds * 1e3:.3f}", (head, "over Triton"): ratio}))
+    step = whole[0][1]["decode"]
+    return grid(f"decode step, batch {step['batch_size']}, context {step['context_len']}", cells)
 
 
 def layers_table(records: Records) -> str:
@@ -376,11 +315,12 @@ def layers_table(records: Records) -> str:
     groups: dict[tuple[str, str, str], list[Result]] = {}
     for row in rows_of(records):
         groups.setdefault((row["step"], row["kind"], row["format"]), []).append(row)
-    grid = Grid("layer")
-    for (step, kind, form), rows in groups.items():
-        for head, text in zip(("eager, µs", "Triton, µs", "% of limit", "error / PyTorch's error"), _layer(rows), strict=True):
-            grid.put(f"{step}, {kind}", f"{title_of(form)}: {head}", text)
-    return "\n\n".join(filter(None, (str(grid), fusion_table(records))))
+    heads = "eager, µs", "Triton, µs", "% of limit", "error / PyTorch's error"
+    layers = grid("layer", (
+        (f"{step}, {kind}", {f"{title_of(form)}: {head}": text for head, text in zip(heads, _layer(rows), strict=True)})
+        for (step, kind, form), rows in groups.items()
+    ))  # fmt: skip
+    return "\n\n".join(filter(None, (layers, fusion_table(records))))
 
 
 def _layer(rows: list[Result]) -> list[str]:
@@ -482,7 +422,7 @@ def _summary(rows: list[Result]) -> str:
 def gemms_table(records: Records) -> str:
     """GEMMs by number of tokens: microseconds, and cuBLAS's time divided by minirt's."""
     rows = [row for row in rows_of(records) if row["seconds"]]
-    grid = Grid("GEMM, model", [f"{count:,} tokens" for count in sorted({row["tokens"] for row in rows})])
+    cells: list[tuple[str, dict[str, str]]] = []
     worst: dict[str, dict[str, float]] = {}
     for row in rows:
         name, errors = f"`{row['kernel']}`, {row['model']}", row["errors"]
@@ -490,28 +430,26 @@ def gemms_table(records: Records) -> str:
             f"{row['seconds'][sums]['median'] / _best(row):.2f}" + "\\*" * (sums in row["lacks"])
             for sums in _SUMS if sums in row["seconds"]
         ]  # fmt: skip
-        grid.put(name, f"{row['tokens']:,} tokens", " · ".join([f"{_best(row) * 1e6:,.1f}", *beside]))
+        cells.append((name, {f"{row['tokens']:,} tokens": " · ".join([f"{_best(row) * 1e6:,.1f}", *beside])}))
         largest = worst.setdefault(name, dict.fromkeys(("triton", *_SUMS), 0.0))
         largest |= {form: max(largest[form], errors[form]["relative"]) for form in largest if form in errors}
     for name, largest in worst.items():
-        grid.put(name, "largest error", " · ".join(f"{error:.1e}" for error in largest.values() if error))
-    return str(grid)
+        cells.append((name, {"largest error": " · ".join(f"{error:.1e}" for error in largest.values() if error)}))
+    return grid("GEMM, model", cells, [f"{count:,} tokens" for count in sorted({row["tokens"] for row in rows})])
 
 
 def attention_table(records: Records) -> str:
     """Attention of prompts and chunks, by new tokens @ cached tokens, on 16-bit and on FP8 pages."""
-    grid = Grid("tokens")
+    cells = []
     for row in rows_of(records):
         kernel = row["kernel"]
         if row["seconds"] and kernel.startswith("attention_prefill") and row["model"] == _MODEL:
             beside = f"{row['seconds']['library']['median'] / _best(row):.2f} ×" if "library" in row["seconds"] else NONE
-            cells = {
-                f"`{kernel}`: µs": f"{_best(row) * 1e6:,.1f}", "TFLOP/s": f"{row['flops_per_s'] / 1e12:,.0f}",
-                "GB/s": f"{row['bytes_per_s'] / 1e9:,.0f}", "SDPA": beside,
-            }  # fmt: skip
-            for head, text in cells.items():
-                grid.put(_tokens(row), (kernel, head), text)
-    return str(grid)
+            cells.append((_tokens(row), {
+                f"`{kernel}`: µs": f"{_best(row) * 1e6:,.1f}", (kernel, "TFLOP/s"): f"{row['flops_per_s'] / 1e12:,.0f}",
+                (kernel, "GB/s"): f"{row['bytes_per_s'] / 1e9:,.0f}", (kernel, "SDPA"): beside,
+            }))  # fmt: skip
+    return grid("tokens", cells)
 
 
 def _gains(gains: list[float]) -> list[str]:
@@ -534,6 +472,49 @@ def tuned_table(records: Records) -> str:
     columns = ["kernel", "buckets", "configurations tried", "faster alone", "median gain", "highest"]
     columns += ["faster in whole steps", "median gain", "highest"]
     return table(columns, cells)
+
+
+# --- pictures ---
+
+_MOST_KERNELS = 9  # of a picture; others are summed
+
+
+def draw_layers(records: Records, target: Path, note: str) -> None:
+    """Draw the error and the time of each layer of the embedded model."""
+    (record,) = records.values()
+    compare_report.draw(record, record["results"], target, note)
+
+
+def draw_mixture(records: Records, target: Path, note: str) -> None:
+    """Draw each kernel's share of a mixture's decode steps, by batch size."""
+    traces = [[_shares(trace) for trace in record["traces"]] for record in records.values()]
+    kernels = dict.fromkeys(kernel for rows in traces for row in rows for kernel in row)
+    most = {kernel: max(row.get(kernel, 0.0) for rows in traces for row in rows) for kernel in kernels}
+    shown = sorted(most, key=lambda kernel: -most[kernel])[:_MOST_KERNELS]
+    panels: list[Panel] = []
+    for record, rows in zip(records.values(), traces, strict=True):
+        series, bases = list[Series](), [0.0] * len(rows)
+        for i, kernel in enumerate([*shown, "others"]):
+            label, color = kernel.lstrip("_"), f"C{i}"  # legends leave out labels that begin with an underscore
+            shares = [row.get(kernel, 0.0) for row in rows]
+            if kernel == "others":
+                shares, color = [sum(row[name] for name in row if name not in shown) for row in rows], "lightgray"
+            series.insert(0, Series(label, shares, color=color, width=0.7, bases=bases))
+            bases = [base + part for base, part in zip(bases, shares, strict=True)]
+        ticks = [f"batch {trace['batch']}\n{trace['step_ms']:.2f} ms" for trace in record["traces"]]
+        legend = "right" if len(panels) + 1 == len(records) else ""
+        about = "share of the kernels' summed time, %"
+        panels.append(Panel(series, format_of(record), ylabel=about, ticks=ticks, legend=legend))
+    first = next(iter(records.values()))
+    commits = ", ".join(dict.fromkeys(record["commit"] for record in records.values()))
+    title = f"{first['model']} shapes, decode step by kernel · {first['device']} · minirt {commits}"
+    pictures.draw([panels], title, target, (10.0, 4.5), note)
+
+
+def _shares(trace: Result) -> dict[str, float]:
+    """Percent of the kernels' summed time, by kernel."""
+    times = trace["us_a_step_by_kernel"]
+    return {kernel: 100 * us / sum(times.values()) for kernel, us in times.items()}
 
 
 # --- blocks and pictures ---
@@ -561,16 +542,11 @@ def _named(prefix: str, names: str) -> tuple[str, ...]:
     return tuple(f"{prefix}{name}" for name in names.split())
 
 
-_BOTH_ENGINES = BESIDE_VLLM, IN_PROCESS
 _STEPS, _PROMPTS = _named("h200-decode-", "bf16 fp8 bf16-8000 fp8-8000"), _named("h200-prefill-", "bf16 fp8")
 _MIXTURE = _named("h200-mixture-", "bf16 fp8")
 _H100 = "h100-80gb-hbm3-"
 _MODELS, _KERNELS, _LAYERS, _SYSTEM = (BENCHMARKS / f"{name}.md" for name in ("models", "kernels", "layers", "system"))
 BLOCKS = {
-    "headline": Block(_BOTH_ENGINES, headline, README, names=False),
-    "vllm": Block(_BOTH_ENGINES, readme_table, README, names=False),
-    "engines": Block(_BOTH_ENGINES, engines_table, _MODELS, names=False),
-    "drafts": Block((BESIDE_VLLM,), drafts_table, _MODELS, names=False),
     "about": Block(_STEPS + _PROMPTS, about_table, _MODELS, names=False),
     "decode": Block(_STEPS, decode_table, _MODELS),
     "prefill": Block(_PROMPTS, prefill_table, _MODELS),
@@ -598,11 +574,9 @@ BLOCKS = {
     "tuned": Block(_named("h200-tune-", "bf16 fp8"), tuned_table, _KERNELS),
     "fusion": Block(_named("h200-compare-", "embedded smollm2"), fusion_table, _LAYERS),
     "layers-7b": Block(_named("h200-compare-7b-", "bf16 fp8"), layers_table, _LAYERS),
-    "first-token": Block((BESIDE_VLLM,), first_token_table, _SYSTEM, names=False),
     "startup": Block(_named("h200-startup-", "bf16 fp8"), startup_table, _SYSTEM),
     "served": Block(_named("h200-served-", "bf16 fp8"), served_table, _SYSTEM),
     "trace": Block(("h200-trace",), trace_table, _SYSTEM),
-    "cpu": Block(("cpu-smollm2",), cpu_table, _SYSTEM),
 }  # fmt: skip
 
 
@@ -614,10 +588,17 @@ class Final(NamedTuple):
     digest: str
 
 
-# Nothing in this tree measures these results again. Commit 83ec5eed has the code that made these blocks of them.
+# minirt and vLLM on two cards of one type: vLLM's engine as a process of its own, and earlier, on one card, in the caller's.
+_BOTH_ENGINES = _named(_H100, "beside-vllm-default beside-vllm")
 _TRAINED, _QUANTIZATION = ("cpu-trained-models",), ROOT / "docs" / "quantization.md"
 _LOADED = "bf16 fp8 w4a16 mixture-bf16 mixture-fp8 mixture-fused-bf16 mixture-fused-fp8"
+# Nothing in this tree measures these results again. Commit 889b7abe has the code that made the blocks up to "cpu" of them, and
+# `speed.svg`; commit 83ec5eed has that of the others.
 FINAL = {
+    "headline": Final(_BOTH_ENGINES, README, "7223f8dee819c6fa"), "vllm": Final(_BOTH_ENGINES, README, "d2cce30bf07cefef"),
+    "engines": Final(_BOTH_ENGINES, _MODELS, "9c530267c22bbd9a"), "drafts": Final(_BOTH_ENGINES[:1], _MODELS, "701022f22ff01a1f"),
+    "first-token": Final(_BOTH_ENGINES[:1], _SYSTEM, "60b2177080918262"),
+    "cpu": Final(("cpu-smollm2",), _SYSTEM, "995445c77389703b"),
     "correction": Final(_BOTH_ENGINES, _MODELS, "90f97fe77671d12f"), "trained": Final(_TRAINED, _MODELS, "cdf2259091956508"),
     "ablation": Final(_named("h200-ablation-", "bf16 fp8"), _LAYERS, "6220524d212990cd"),
     "loading": Final(_named("h200-loading-", _LOADED), _SYSTEM, "7dfe8c00e5903bda"),
@@ -651,8 +632,7 @@ def origin(records: Records) -> str:
     """The results' names, by commit."""
     by_commit: dict[str, list[str]] = {}
     for name, record in records.items():
-        for run in record if isinstance(record, list) else [record]:
-            by_commit[run["commit"]] = list(dict.fromkeys([*by_commit.get(run["commit"], []), f"`{name}`"]))
+        by_commit.setdefault(record["commit"], []).append(f"`{name}`")
     return "From " + "; ".join(f"{', '.join(names)} (commit {commit})" for commit, names in by_commit.items()) + "."
 
 
@@ -670,9 +650,7 @@ class Picture(NamedTuple):
 
 
 PICTURES = {
-    "speed": Picture(_BOTH_ENGINES, pictures.engines, README),
-    "layers": Picture(("h200-compare-embedded",), pictures.layers, _LAYERS),
-    "mixture": Picture(_MIXTURE, pictures.mixture, _MODELS),
+    "layers": Picture(("h200-compare-embedded",), draw_layers, _LAYERS), "mixture": Picture(_MIXTURE, draw_mixture, _MODELS),
 }
 
 

@@ -11,14 +11,14 @@ takes turns with the candidates in both runs.
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from minirt.bench.measure import gpu_seconds
-from minirt.bench.report import Report, Row, heading, table
+from minirt.bench.report import Row, heading, table
 from minirt.errors import NumericsError
 from minirt.kernels.compile.ahead_of_time import compile_ahead
 from minirt.kernels.compile.tuning import Case
@@ -35,24 +35,25 @@ StepClock = Callable[[Case, Sequence[Any]], list[float]]  # a case and configura
 
 @dataclass
 class TuningResult:
-    """The result of tuning one case. All times come from the confirming run.
+    """The result of tuning one case. All times come from the confirming run. "rule" is the default configuration.
 
     Attributes:
         config: the winner; None: the default configuration stays.
-        default_us, best_us: microseconds of a launch in a chain, with the default and with the fastest configuration. They are
-            equal if no candidate is faster.
+        rule_s, best_s: seconds of a launch in a chain, with the default and with the fastest configuration. They are equal if no
+            candidate is faster.
+        rule_step_s, best_step_s: seconds of a step, with the default and with the best finalist; None: no steps were timed.
         tried: number of candidates.
-        default_step_s, best_step_s: seconds of a step, with the default and with the best finalist; None: no steps were timed.
+        failed: candidates that were dropped, and why.
     """
 
     bucket: str
     config: Any
-    default_us: float
-    best_us: float
+    rule_s: float
+    best_s: float
+    rule_step_s: float | None
+    best_step_s: float | None
     tried: int
-    failed: dict[str, str] = field(default_factory=dict)  # candidate → why it was dropped
-    default_step_s: float | None = None
-    best_step_s: float | None = None
+    failed: dict[str, str]
 
 
 def tune(case: Case, time: Clock | None = None, step: StepClock | None = None) -> TuningResult:
@@ -81,12 +82,11 @@ def tune(case: Case, time: Clock | None = None, step: StepClock | None = None) -
     ranked = sorted((config for config in able if first[config] < first[case.default]), key=lambda config: first[config])
     second = _rounds(launch, [case.default, *ranked[:1]], time)
     fastest = ranked[0] if ranked and _beats(ranked[0], case.default, MARGIN, first, second) else None
-    default_us = second[case.default]
-    best_us = default_us if fastest is None else second[fastest]
-    outcome = TuningResult(case.bucket, fastest, default_us, best_us, len(candidates), failed)
+    config, rule_step_s, best_step_s = fastest, None, None
     if fastest is not None and step is not None and case.tokens is not None:
-        outcome.config, outcome.default_step_s, outcome.best_step_s = _in_steps(case, ranked[:FINALISTS], step)
-    return outcome
+        config, rule_step_s, best_step_s = _in_steps(case, ranked[:FINALISTS], step)
+    rule_s, best_s = second[case.default], second[case.default if fastest is None else fastest]
+    return TuningResult(case.bucket, config, rule_s, best_s, rule_step_s, best_step_s, len(candidates), failed)
 
 
 def _in_steps(case: Case, finalists: Sequence[Any], step: StepClock) -> tuple[Any, float, float]:
@@ -130,12 +130,12 @@ def _compile(launch: Callable[[Any], None], candidates: Sequence[Any]) -> dict[s
 
 
 def _rounds(launch: Callable[[Any], None], configs: Sequence[Any], time: Clock) -> dict[Any, float]:
-    """Return microseconds of a launch with each configuration: medians of REPEATS chains. The configurations take turns."""
+    """Return seconds of a launch with each configuration: medians of REPEATS chains. The configurations take turns."""
     times: dict[Any, list[float]] = {config: [] for config in configs}
     for _ in range(REPEATS):
         for config, seconds in times.items():
             seconds.append(time(partial(_chain, launch, config)))
-    return {config: statistics.median(seconds) / CHAIN * 1e6 for config, seconds in times.items()}
+    return {config: statistics.median(seconds) / CHAIN for config, seconds in times.items()}
 
 
 def _chain(launch: Callable[[Any], None], config: Any) -> None:
@@ -143,25 +143,14 @@ def _chain(launch: Callable[[Any], None], config: Any) -> None:
         launch(config)
 
 
-def row(family: str, outcome: TuningResult) -> Row:
-    """Return an outcome as a row of the report: configurations by `repr`, times in seconds."""
-    return {
-        "kernel": family, "bucket": outcome.bucket, "config": None if outcome.config is None else repr(outcome.config),
-        "rule_s": outcome.default_us / 1e6, "best_s": outcome.best_us / 1e6, "rule_step_s": outcome.default_step_s,
-        "best_step_s": outcome.best_step_s, "tried": outcome.tried, "failed": outcome.failed,
-    }  # fmt: skip
-
-
-class TuneReport(Report):
-    """The report of `minirt tune`. Its context comes from `report.machine`."""
-
-    def _markdown(self) -> str:
-        columns = [
-            ("kernel", lambda r: f"`{r['kernel']}`"), ("bucket", lambda r: r["bucket"]),
-            ("configuration", lambda r: "the rule's" if r["config"] is None else f"`{r['config']}`"),
-            ("rule's µs", lambda r: f"{r['rule_s'] * 1e6:,.1f}"), ("µs", lambda r: f"{r['best_s'] * 1e6:,.1f}"),
-            ("rule's step, ms", lambda r: "–" if r["rule_step_s"] is None else f"{r['rule_step_s'] * 1e3:.3f}"),
-            ("step, ms", lambda r: "–" if r["best_step_s"] is None else f"{r['best_step_s'] * 1e3:.3f}"),
-            ("tried", lambda r: str(r["tried"])), ("failed", lambda r: str(len(r["failed"]))),
-        ]  # fmt: skip
-        return "\n".join([*heading(self.context), *table(columns, self.results, left=3)]) + "\n"
+def markdown(shared: Row, rows: list[Row]) -> str:
+    """The report of `minirt tune`. Its context comes from `report.machine`, its rows are of `TuningResult`, with "kernel"."""
+    columns = [
+        ("kernel", lambda r: f"`{r['kernel']}`"), ("bucket", lambda r: r["bucket"]),
+        ("configuration", lambda r: "the rule's" if r["config"] is None else f"`{r['config']}`"),
+        ("rule's µs", lambda r: f"{r['rule_s'] * 1e6:,.1f}"), ("µs", lambda r: f"{r['best_s'] * 1e6:,.1f}"),
+        ("rule's step, ms", lambda r: "–" if r["rule_step_s"] is None else f"{r['rule_step_s'] * 1e3:.3f}"),
+        ("step, ms", lambda r: "–" if r["best_step_s"] is None else f"{r['best_step_s'] * 1e3:.3f}"),
+        ("tried", lambda r: str(r["tried"])), ("failed", lambda r: str(len(r["failed"]))),
+    ]  # fmt: skip
+    return "\n".join([*heading(shared), *table(columns, rows, left=3)]) + "\n"

@@ -150,7 +150,7 @@ def throughput(
     from minirt.bench.measure import check_room
 
     def check(generator: "Generator") -> int:
-        check_room(generator, 1, input_len_range[1] + output_len_range[1])
+        check_room(generator, (1, input_len_range[1] + output_len_range[1]))
         return input_len_range[1]
 
     def measure(runs: "Runs", *_: Any) -> list[dict[str, Any]]:

@@ -87,12 +87,12 @@ def kernels(ctx: click.Context, names: tuple[str, ...], listing: bool, **options
     with torch.random.fork_rng(devices=[]):
         rows, roofline, event_s = _measure(points, device, dtype, options)
     slower = [] if older is None else benchmark.compare(rows, older)
-    from minirt.bench.kernels.report import KernelReport, context, draw
-    from minirt.bench.report import machine
+    from minirt.bench.kernels.report import context, draw, markdown
+    from minirt.bench.report import Report, machine
 
     about = machine("kernels", device, words_of(ctx), roofline.read if roofline else None)
     products = [vars(product) for product in roofline.products.values()] if roofline else []
-    report = KernelReport(context(about, rows, slower, products, event_s), rows)
+    report = Report(context(about, rows, slower, products, event_s), rows, markdown)
     print_report(report, options)
     if options["pictures"] is not None:
         draw(report.context, rows, Path(options["pictures"]))

@@ -9,24 +9,23 @@ from minirt.cli.files import check_picture
 from minirt.cli.help import command
 from minirt.cli.options import NUMBERS, random_weights_option
 from minirt.cli.report import kernel_dtype, kernel_options, print_report, progress_of, report_options, words_of
-from minirt.cli.settings import COUNT, options_of
+from minirt.cli.settings import COUNT, Parsed, options_of
 from minirt.settings import setting
 
 _VARIANTS = ("minirt", "minirt fp8", "liger")
 _PARTS = ("norms", "attention", "rope", "mlp")
 
 
-class _Names(click.ParamType):
+def _some_of(names: tuple[str, ...]) -> Parsed:
     """Some of several names, with commas between them."""
 
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self.names, self.name = names, ",".join(names)
+    def parse(text: str) -> tuple[str, ...]:
+        chosen = dict.fromkeys(text.split(","))
+        if unknown := [name for name in chosen if name not in names]:
+            raise ValueError(f"{unknown[0]!r} is none of {', '.join(names)}")
+        return tuple(chosen)
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        names = value if isinstance(value, tuple) else tuple(value.split(","))
-        if unknown := [name for name in names if name not in self.names]:
-            self.fail(f"{unknown[0]!r} is none of {', '.join(self.names)}", param, ctx)
-        return tuple(dict.fromkeys(names))
+    return Parsed(",".join(names), parse)
 
 
 class _Options:
@@ -37,9 +36,9 @@ class _Options:
     output_len: int = setting("Decode steps of a run.", 32, option="--output-len -n", kind=COUNT)
     variants: Any = setting(
         "What to compare with the model without changes. Liger's kernels need liger-kernel.", ",".join(_VARIANTS),
-        kind=_Names(_VARIANTS),
+        kind=_some_of(_VARIANTS),
     )  # fmt: skip
-    parts: Any = setting("What minirt replaces.", ",".join(_PARTS), kind=_Names(_PARTS))
+    parts: Any = setting("What minirt replaces.", ",".join(_PARTS), kind=_some_of(_PARTS))
     compiled: bool | None = setting("Also compiled transformers. Default: on a GPU.", option="--compile/--no-compile")
     repeats: int = setting("Measured runs of a test.", 5, kind=COUNT)
     seed: int = setting("Seed of prompts and random weights.", 0)
@@ -62,7 +61,7 @@ def patch(ctx: click.Context, **options: Any) -> None:
     """
     check_picture(options["picture"])
     from minirt.bench import patch as benchmark
-    from minirt.bench.report import machine
+    from minirt.bench.report import Report, machine
     from minirt.device import pick_device
 
     device = pick_device(options["device"])
@@ -84,6 +83,6 @@ def patch(ctx: click.Context, **options: Any) -> None:
     shared |= {"model": name, "random_weights": options["random_weights"]}
     shared |= {"dtype": str(dtype).removeprefix("torch."), "parts": list(options["parts"])}
     shared["versions"] |= benchmark.versions()
-    print_report(benchmark.PatchReport(shared, rows), options)
+    print_report(Report(shared, rows, benchmark.markdown), options)
     if options["picture"] is not None:
         benchmark.draw(shared, rows, Path(options["picture"]))

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -14,7 +15,7 @@ from minirt.cli.help import command
 from minirt.cli.options import RANGE, filter_options
 from minirt.cli.output import one_line
 from minirt.cli.report import print_report, progress_of, report_options, words_of
-from minirt.cli.settings import COUNT, JSON_OBJECT, options_of
+from minirt.cli.settings import COUNT, JSON_OBJECT, Parsed, options_of
 from minirt.errors import InputError, MinirtError
 from minirt.sampling_params import FILTERS
 from minirt.settings import setting
@@ -26,26 +27,19 @@ if TYPE_CHECKING:
 _VOCAB_SIZE = 32_000  # the smallest of the well-known models
 
 
-class Floats(click.ParamType):
-    """Numbers with commas between: "1,2.5,inf" → (1.0, 2.5, inf)."""
-
-    def __init__(self, name: str, what: str, good: Callable[[float], bool]) -> None:
-        self.name, self._what, self._good = name, what, good
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            numbers = tuple(float(word) for word in value.split(","))
-        except ValueError:
-            numbers = ()
-        if not numbers or not all(map(self._good, numbers)):
-            self.fail(f"{value!r} is no list of {self._what} with ',' between", param, ctx)
-        return numbers
+def _floats(what: str, good: Callable[[float], bool], text: str) -> tuple[float, ...]:
+    """"1,2.5,inf" → (1.0, 2.5, inf)."""
+    try:
+        numbers = tuple(map(float, text.split(",")))
+    except ValueError:
+        numbers = ()
+    if not numbers or not all(map(good, numbers)):
+        raise ValueError(f"{text!r} is no list of {what} with ',' between")
+    return numbers
 
 
-_RATES = Floats("RATE,RATE,…", "positive numbers or inf", lambda rate: rate > 0)  # requests per second
-_PERCENTILES = Floats("P,P,…", "numbers from 0 to 100", lambda percent: 0 <= percent <= 100)
+_RATES = Parsed("RATE,RATE,…", partial(_floats, "positive numbers or inf", lambda rate: rate > 0))  # requests per second
+_PERCENTILES = Parsed("P,P,…", partial(_floats, "numbers from 0 to 100", lambda percent: 0 <= percent <= 100))
 
 
 class _Options:
@@ -115,42 +109,45 @@ def serve(ctx: click.Context, more_limits: tuple[str, ...], **options: Any) -> N
         expected = f"at most --max-concurrency {options['max_concurrency']}"
         raise InputError("more processes than requests in flight", where=f"--processes {options['processes']}", expected=expected)
     check_picture(options["picture"])
-    names = "temperature", *FILTERS
-    options["sampling"] = {name: options[name] for name in names if options[name] is not None}
+    options["sampling"] = {name: options[name] for name in ("temperature", *FILTERS) if options[name] is not None}
     target, chat = _target(options), options["endpoint"].endswith("chat/completions")
     workload = _workload(options, chat)
     progress = progress_of(options)
 
+    from minirt.bench.report import Report
     from minirt.bench.serve import metrics, run
-    from minirt.bench.serve.report import ServeReport, context, draw
+    from minirt.bench.serve.report import context, draw, markdown, text
+    from minirt.bench.summary import shown_range
 
     name = options["model"] if options["model"] is not None else run.served_model(target)["id"]
     workload = replace(workload, fields={"model": name} | workload.fields)
     if not workload.text and options["vocab_size"] is None:
         workload = replace(workload, vocab_size=run.vocab_size(target) or workload.vocab_size)
-    progress(_what(workload, name, target))
+    inputs, outputs = (shown_range(ends) for ends in (workload.input_range, workload.output_range))
+    kind = "words" if workload.text else f"token ids below {workload.vocab_size:,}"
+    asked, url = f"{workload.num_prompts:,} requests of {inputs} random {kind}", _without_password(target.base_url)
+    progress(f"{name} at {url}{target.path}: {asked}, {outputs} new tokens")
     run.warm_up(target, workload, options["num_warmups"])
     rows = []
-    asked = sum(workload.lengths()[1]) if options["ignore_eos"] else None
+    total_output = sum(workload.lengths()[1]) if options["ignore_eos"] else None
     for part, rate in enumerate(rates):
         if len(rates) > 1:
             progress(f"{part + 1}/{len(rates)}: {rate:g} requests/s")
         measured = run.measure(target, replace(workload, part=part), rate, options["max_concurrency"], options["processes"])
         row = metrics.result(measured, options["metric_percentiles"], goodput, options["save_detailed"])
-        for warning in metrics.warnings(row, asked):
+        for warning in metrics.warnings(row, total_output):
             click.echo(f"minirt: warning: {one_line(warning)}", err=True)
         for error, count in row["error_counts"].items():
             progress(f"{count} × {error}")
         rows.append(row)
     backend = "openai-chat" if chat else "openai"
     shared = context(
-        command=_without_secrets(words_of(ctx)), base_url=_without_password(target.base_url), backend=backend,
+        command=_without_secrets(words_of(ctx)), base_url=url, backend=backend,
         endpoint_type=backend, label=None, model_id=name, tokenizer_id=None, server_version=run.server_version(target),
-        num_prompts=workload.num_prompts, input_len_range=_range(workload.input_range),
-        output_len_range=_range(workload.output_range), prompt_type="text" if workload.text else "ids", seed=workload.seed,
-        sampling=options["sampling"],
+        num_prompts=workload.num_prompts, input_len_range=inputs, output_len_range=outputs,
+        prompt_type="text" if workload.text else "ids", seed=workload.seed, sampling=options["sampling"],
     )  # fmt: skip
-    print_report(ServeReport(shared, rows), options)
+    print_report(Report(shared, rows, markdown, text), options)
     if options["picture"] is not None:
         draw(shared, rows, Path(options["picture"]))
     failed, total = sum(row["failed"] for row in rows), workload.num_prompts * len(rows)
@@ -218,18 +215,6 @@ def _workload(options: dict[str, Any], chat: bool) -> "Workload":
         seed=options["seed"], text=chat or options["prompt_type"] == "text", vocab_size=options["vocab_size"] or _VOCAB_SIZE,
         chat=chat, fields=sampling | (options["extra_body"] or {}),
     )  # fmt: skip
-
-
-def _what(workload: "Workload", model: str, target: "Target") -> str:
-    kind = "words" if workload.text else f"token ids below {workload.vocab_size:,}"
-    return (
-        f"{model} at {_without_password(target.base_url)}{target.path}: {workload.num_prompts:,} requests of "
-        f"{_range(workload.input_range)} random {kind}, {_range(workload.output_range)} new tokens"
-    )
-
-
-def _range(ends: tuple[int, int]) -> str:
-    return str(ends[0]) if ends[0] == ends[1] else f"{ends[0]}:{ends[1]}"
 
 
 def _without_password(url: str) -> str:

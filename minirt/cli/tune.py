@@ -68,8 +68,8 @@ def tune(ctx: click.Context, tokens: tuple[int, ...], kernel: str | None, no_ste
         raise DeviceError("tuning needs a GPU", found=str(device))
     import minirt.kernels.linear.tuning
     import minirt.kernels.moe.tuning  # noqa: F401  (both register their families)
-    from minirt.bench.report import machine
-    from minirt.bench.tune.tune import TuneReport, row
+    from minirt.bench.report import Report, machine
+    from minirt.bench.tune.tune import markdown
     from minirt.bench.tune.tune import tune as measure
     from minirt.kernels.compile import tuning
     from minirt.loading.load import plan_model
@@ -90,7 +90,8 @@ def tune(ctx: click.Context, tokens: tuple[int, ...], kernel: str | None, no_ste
         for family in families if kernel is None else [kernel]:
             for case in families[family][1](shapes, tokens, device):
                 outcome = measure(case, step=step)
-                rows.append(row(family, outcome))
+                config = None if outcome.config is None else repr(outcome.config)
+                rows.append({"kernel": family} | vars(outcome) | {"config": config})
                 if outcome.config is not None:
                     tuning.store(case.family, tuning.path(device), {case.bucket: outcome.config})
                 progress(_line(family, outcome))
@@ -103,7 +104,7 @@ def tune(ctx: click.Context, tokens: tuple[int, ...], kernel: str | None, no_ste
     correctness = {"checked": True, "against": "eager PyTorch, each configuration before it is timed"}
     shared = machine("tune", device, words_of(ctx), None)
     shared |= {"model": name, "quantization": quantization(options), "correctness": correctness}
-    print_report(TuneReport(shared, rows), options)
+    print_report(Report(shared, rows, markdown), options)
 
 
 def _step_clock(load: "LoadOptions", stack: ExitStack, progress: Callable[[str], None]) -> "StepClock":
@@ -156,10 +157,10 @@ def fixed_kernels(model: "Model") -> list[str]:
 
 
 def _line(name: str, outcome: "TuningResult") -> str:
-    what = f"{outcome.default_us:.1f}"
-    what += f" → {outcome.best_us:.1f} µs in chains" if outcome.best_us < outcome.default_us else " µs"
-    if outcome.default_step_s is not None and outcome.best_step_s is not None:
-        what += f", steps {outcome.default_step_s * 1e3:.3f} → {outcome.best_step_s * 1e3:.3f} ms"
+    what = f"{outcome.rule_s * 1e6:.1f}"
+    what += f" → {outcome.best_s * 1e6:.1f} µs in chains" if outcome.best_s < outcome.rule_s else " µs"
+    if outcome.rule_step_s is not None and outcome.best_step_s is not None:
+        what += f", steps {outcome.rule_step_s * 1e3:.3f} → {outcome.best_step_s * 1e3:.3f} ms"
     what += ", the rule's stays" if outcome.config is None else f", with {outcome.config}"
     out = f", {len(outcome.failed)} of them failed" if outcome.failed else ""
     return f"{name} {outcome.bucket}: {what} ({outcome.tried} tried{out})"

@@ -42,13 +42,9 @@ def repeated_trigrams(words: Sequence[str]) -> float:
     return 1 - len(set(trigrams)) / max(len(trigrams), 1)
 
 
-def split_words(text: str) -> list[str]:
-    return WORD.findall(text.lower())
-
-
 def _profile(text: str) -> tuple[bool, frozenset[str], list[bytes]]:
     """(whether length and repetition are fine, the words, a key for each MinHash band)."""
-    words = split_words(text)
+    words = WORD.findall(text.lower())
     fine = MIN_WORDS <= len(words) <= MAX_WORDS and repeated_trigrams(words) <= MAX_REPEATED
     if not fine:
         return False, frozenset(), []

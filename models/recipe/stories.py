@@ -2,7 +2,6 @@
 
 Several processes share the GPU. Each works on `--batch` outlines and samples the next sentence of all of them in one batch.
 Finished stories go to DIR/stories-RUN-PROCESS.jsonl.gz. A second run adds other stories, with its own number and its own seeds.
-For comparison, the first process of the first run also writes free.jsonl.gz: whole stories by SmolLM2 without an outline.
 """
 
 import argparse
@@ -12,6 +11,8 @@ import multiprocessing
 import os
 import random
 import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,9 @@ import outlines
 REQUEST = "Write a simple story for small children. "
 TEMPERATURE, TOP_P = 0.8, 0.9
 SENTENCE_TOKENS = 32
-FREE_TOKENS = 300
 CONTEXT = 768  # tokens of the request and the longest story
 ENDS = ['."', '!"', '?"', "\n"]  # stop strings at the end of a sentence; outside a quotation also ". "
 SEEDS_PER_PROCESS = 1 << 32
-WARM_UP_S = 240  # the longest time the other processes wait for the first to compile kernels
 
 
 class Writer:
@@ -38,6 +37,8 @@ class Writer:
 
     def round(self) -> list[outlines.Outline]:
         """Write one sentence for every open outline. Returns the finished stories."""
+        from minirt import SamplingParams
+
         done, stems = [], []
         self.open += [self._fresh() for _ in range(self.batch - len(self.open))]
         for outline, request in self.open:
@@ -48,40 +49,28 @@ class Writer:
                 stems.append((outline, request, stem))
         self.open = [(outline, request) for outline, request, _ in stems]
         prompts = [request + self.generator.encode(stem) for _, request, stem in stems]
-        settings = [self._params(SENTENCE_TOKENS, ENDS if s.count('"') % 2 else [*ENDS, ". "]) for _, _, s in stems]
-        for (outline, _, _), completion in zip(stems, self._generate(prompts, settings), strict=True):
+        params = [
+            SamplingParams(
+                temperature=TEMPERATURE, top_p=TOP_P, seed=seed, max_tokens=SENTENCE_TOKENS,
+                stop=ENDS if stem.count('"') % 2 else [*ENDS, ". "],
+            ) for seed, (_, _, stem) in enumerate(stems, self.next_seed)
+        ]  # fmt: skip
+        self.next_seed += len(stems)
+        completions = self.generator.generate(prompts, params) if prompts else []
+        self.prompt_tokens += sum(map(len, prompts))
+        for (outline, _, _), completion in zip(stems, completions, strict=True):
+            self.tokens += len(completion.token_ids)
             text = self.generator.tokenizer.decode(completion.token_ids)  # with the stop string, unlike completion.text
             self.tried += 1
             self.accepted += outline.fill(text)
         return done
 
-    def free(self, count: int) -> list[dict]:
-        """Write whole stories from the requests alone, without an outline's sentences."""
-        requests = [self._fresh() for _ in range(count)]
-        settings = [self._params(FREE_TOKENS, None) for _ in requests]
-        completions = self._generate([tokens for _, tokens in requests], settings)
-        return [{"text": c.text, "finish_reason": c.finish_reason} for c in completions]
-
     def _fresh(self) -> tuple[outlines.Outline, list[int]]:
         outline = outlines.draw(self.rng)
         return outline, self.generator.encode_chat([{"role": "user", "content": REQUEST + outline.request}])
 
-    def _params(self, max_tokens: int, stop: list[str] | None) -> Any:
-        from minirt import SamplingParams
 
-        self.next_seed += 1
-        return SamplingParams(temperature=TEMPERATURE, top_p=TOP_P, seed=self.next_seed, max_tokens=max_tokens, stop=stop)
-
-    def _generate(self, prompts: list[list[int]], settings: list[Any]) -> list[Any]:
-        if not prompts:
-            return []
-        completions = self.generator.generate(prompts, settings)
-        self.tokens += sum(len(c.token_ids) for c in completions)
-        self.prompt_tokens += sum(len(p) for p in prompts)
-        return completions
-
-
-def work(options: argparse.Namespace, run: int, process: int, warm: Any) -> None:
+def work(options: argparse.Namespace, run: int, process: int) -> None:
     """Body of one process: write stories until the time is up."""
     import torch
 
@@ -99,11 +88,7 @@ def work(options: argparse.Namespace, run: int, process: int, warm: Any) -> None
     ):
         writer = Writer(generator, (run * options.processes + process) * SEEDS_PER_PROCESS, options.batch)
         finished = writer.round()
-        warm.set()
         print(f"process {process}: warm", flush=True)
-        if process == 0 and run == 0:
-            with gzip.open(options.out / "free.jsonl.gz", "wt", encoding="utf-8") as file:
-                file.writelines(json.dumps(record) + "\n" for record in writer.free(options.batch))
         started = reported = time.perf_counter()
         writer.tokens = writer.prompt_tokens = 0
         while (now := time.perf_counter()) - started < options.minutes * 60:
@@ -139,21 +124,8 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     run = 1 + max((int(path.name.split("-")[1]) for path in options.out.glob("stories-*.jsonl.gz")), default=-1)
-    context = multiprocessing.get_context("spawn")
-    processes, events = [], []  # an event must stay referenced until its process has started
-    for process in range(options.processes):
-        warm = context.Event()
-        events.append(warm)
-        processes.append(context.Process(target=work, args=(options, run, process, warm)))
-        processes[-1].start()
-        waited = time.perf_counter()
-        # The first process compiles the kernels; the others find them in Triton's cache.
-        while process == 0 and not warm.wait(1) and processes[0].is_alive() and time.perf_counter() - waited < WARM_UP_S:
-            pass
-    for process in processes:
-        process.join()
-    if any(process.exitcode for process in processes):
-        raise SystemExit(f"exit codes {[process.exitcode for process in processes]}")
+    with ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(partial(work, options, run), range(options.processes)))
 
 
 if __name__ == "__main__":

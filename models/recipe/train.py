@@ -1,8 +1,7 @@
 """Train the embedded model on the stories: `python models/recipe/train.py --stories DIR --out FOLDER`.
 
 Filters the stories, holds some out, and trains a byte-level BPE tokenizer and a Qwen2 model of 11.8 M parameters. Writes
-FOLDER/embedded (the model in Hugging Face's format), FOLDER/heldout.txt and FOLDER/curve.json. `report.py` then compares the
-model with transformers and writes samples and the model card.
+FOLDER/embedded (the model in Hugging Face's format), FOLDER/heldout.txt and FOLDER/curve.json.
 """
 
 import argparse
@@ -11,6 +10,7 @@ import math
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import clean
 import numpy as np
@@ -52,12 +52,16 @@ def train_tokenizer(texts: list[str], size: int, folder: Path) -> int:
     return tokenizer.get_vocab_size()
 
 
-def encode(folder: Path, texts: list[str]) -> list[np.ndarray]:
-    """Token ids of each story, with the end token. Stories longer than the context are left out."""
+def tokenizer_of(folder: Path) -> Any:
+    """The tokenizer of a model's folder."""
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    ids = [np.array([*e.ids, END_ID], dtype=np.int16) for e in tokenizer.encode_batch(texts)]
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def encode(folder: Path, texts: list[str]) -> list[np.ndarray]:
+    """Token ids of each story, with the end token. Stories longer than the context are left out."""
+    ids = [np.array([*e.ids, END_ID], dtype=np.int16) for e in tokenizer_of(folder).encode_batch(texts)]
     return [row for row in ids if len(row) <= CONTEXT]
 
 
@@ -115,9 +119,14 @@ def make_optimizer(model: torch.nn.Module, device: str) -> torch.optim.Optimizer
     return torch.optim.AdamW(groups, lr=PEAK_RATE, betas=(0.9, 0.95), fused=device != "cpu")
 
 
-def set_rate(optimizer: torch.optim.Optimizer, progress: float) -> None:
+def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, progress: float) -> None:
+    """A step of training, at `progress`, 0 to 1, of all of it."""
     for group in optimizer.param_groups:
         group["lr"] = rate(progress)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def write_json(path: Path, value: dict) -> None:
@@ -166,7 +175,6 @@ def fit(
             rows = torch.from_numpy(packed[rng.permutation(len(packed))]).to(device)
         elapsed = time.perf_counter() - started if started else 0.0
         progress = max(elapsed / (minutes * 60), step / (epochs * steps_per_epoch))
-        set_rate(optimizer, min(progress, 1.0))
         if step % options.every == 0 or progress >= 1:
             entry = {"step": step, "epoch": step / steps_per_epoch, "seconds": elapsed}
             entry["train"] = torch.stack(recent).mean().item() if recent else None
@@ -179,10 +187,7 @@ def fit(
         batch = rows[place * options.rows : (place + 1) * options.rows].to(torch.int64)
         with torch.autocast(batch.device.type, torch.bfloat16):
             loss = loss_of(compiled, batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(model, optimizer, loss, progress)
         recent.append(loss.detach())
         step += 1
         if step == 3:  # compilation has ended

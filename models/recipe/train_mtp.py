@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from network import initialize, project, rotation, states_of
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from train import SEED, about, make_optimizer, set_rate, stored, write_json
+from train import SEED, about, make_optimizer, stored, tokenizer_of, update, write_json
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm
 
@@ -74,16 +74,13 @@ class MTP(nn.Module):
 
 def prompts(folder: Path, count: int, rng: random.Random) -> list[list[int]]:
     """The first 1 to PROMPT tokens of outlines, without what SmolLM2 would have written."""
-    from tokenizers import Tokenizer
-
     texts = []
     for _ in range(count):
         outline = outlines.draw(rng)
         while outline.advance() is not None:
             outline.fill("")
         texts.append(outline.text)
-    encoded = Tokenizer.from_file(str(folder / "tokenizer.json")).encode_batch(texts)
-    return [text.ids[: rng.randint(1, PROMPT)] for text in encoded]
+    return [text.ids[: rng.randint(1, PROMPT)] for text in tokenizer_of(folder).encode_batch(texts)]
 
 
 @torch.no_grad()
@@ -182,12 +179,8 @@ def fit(mtp: MTP, model: Qwen2ForCausalLM, texts: Tensor, options: argparse.Name
         if len(order) < options.rows:
             order = torch.cat((order, torch.randperm(len(texts), generator=shuffling)))
         batch, order = texts[order[: options.rows].to(texts.device)], order[options.rows :]
-        set_rate(optimizer, progress)
         losses = divergences(*run(mtp, model, batch))
-        sum(weight * loss for weight, loss in zip(WEIGHTS, losses, strict=True)).backward()
-        nn.utils.clip_grad_norm_(mtp.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(mtp, optimizer, sum(weight * loss for weight, loss in zip(WEIGHTS, losses, strict=True)), progress)
         if step % options.every == 0:
             entry = {"step": step, "seconds": progress * options.seconds, "loss": [loss.item() for loss in losses]}
             print(json.dumps(entry), flush=True)
@@ -213,11 +206,9 @@ def write(mtp: MTP, model: Qwen2ForCausalLM, folder: Path) -> None:
 
 def held_out(model: Qwen2ForCausalLM, folder: Path, count: int) -> dict[str, Tensor]:
     """Texts that no training saw: `count` beginnings of stories by the model, and windows of heldout.txt."""
-    from tokenizers import Tokenizer
-
     device, starts = model.device, prompts(folder, count, random.Random(SEED + 1))
     text = (Path(__file__).parent / "heldout.txt").read_text(encoding="utf-8")
-    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+    ids = tokenizer_of(folder).encode(text).ids
     windows = torch.tensor(ids[: len(ids) // LENGTH * LENGTH]).view(-1, LENGTH)
     greedy, sampled = (write_texts(model, starts, torch.full((count,), t, device=device), STORY) for t in (0.0, 1.0))
     return {"greedy": greedy, "temperature 1": sampled, "held-out text": windows[:count].to(device)}

@@ -257,18 +257,18 @@ def test_room_is_checked_with_the_numbers():
     with pytest.raises(InputError, match="at most 8192 sequences; found 8193"):
         decode.check(machine, [8193], [8])
     machine.kv_cache_bytes = 12 * 64 * 1000
-    measure.check_room(machine, 4, 192)
+    measure.check_room(machine, (4, 192))
     with pytest.raises(ContextLengthError, match=r"at most 12 pages of 64 tokens; found 16 \(--kv-cache-memory 1000KiB "):
-        measure.check_room(machine, 4, 193)
+        measure.check_room(machine, (4, 193))
     machine.kv_bytes_per_token = 0  # a model without attention
-    measure.check_room(machine, 64, 300)
+    measure.check_room(machine, (64, 300))
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 30])
 def test_percentiles_are_numpys(count):
     values = torch.rand(count, generator=torch.Generator().manual_seed(count)).tolist()
     for percent in (0, 10, 25, 50, 75, 90, 99, 100):
-        assert summary.percentile(values, percent) == pytest.approx(np.percentile(values, percent), rel=1e-12)
+        assert summary.percentiles(values, [percent])[0] == pytest.approx(np.percentile(values, percent), rel=1e-12)
 
 
 def test_the_times_of_a_batch():

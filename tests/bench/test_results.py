@@ -13,10 +13,12 @@ import pytest
 from minirt.bench.tools import collect, results, tables
 from minirt.bench.tools.results import RESULTS, format_of, load
 
-COMPARISONS = results.BESIDE_VLLM, results.IN_PROCESS
+GPUS = "h200", "h100-80gb-hbm3"  # those with stored results, whose names begin so
+BESIDE_VLLM = "h100-80gb-hbm3-beside-vllm-default"
+COMPARISONS = BESIDE_VLLM, "h100-80gb-hbm3-beside-vllm"
 # Results of runs on a GPU. Those of loading have another form, and so have the comparisons with vLLM.
 FILES = sorted(
-    file for gpu in results.GPUS for file in RESULTS.glob(f"{gpu}-*.json")
+    file for gpu in GPUS for file in RESULTS.glob(f"{gpu}-*.json")
     if not file.stem.startswith("h200-loading") and file.stem not in COMPARISONS
 )  # fmt: skip
 REQUIRED = {
@@ -46,6 +48,10 @@ OTHERS = [*sorted(DOCS.glob("*.md")), DOCS.parent / "CONTRIBUTING.md", DOCS.pare
 NOT_MEASURED = {"1", "2", "3", "4", "16", "32", "3.1", "3.2"}
 NOT_MEASURED |= {"4090", "5090", "0.5", "1.5", "1.5B"}  # names of GPUs, sizes of models
 NOT_MEASURED |= {"2.11", "2.13", "2.14", "3.6", "3.8", "3.11", "3.12", "8.0", "8.9", "10.0", "12.0"}
+
+
+def lines_of(name):
+    return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
 
 
 def without_blocks(text):
@@ -125,7 +131,7 @@ def test_all_that_is_stored_or_collected_is_shown():
     sources = [source for block in (*tables.BLOCKS.values(), *tables.FINAL.values()) for source in block.sources]
     stored = [file.stem for file in RESULTS.glob("h[0-9]*")]
     assert [name for name in stored if not any(fnmatchcase(name, source) for source in sources)] == []
-    of_any = {name: [f"{gpu}-{name}" for gpu in results.GPUS] for name in collect.RUNS}
+    of_any = {name: [f"{gpu}-{name}" for gpu in GPUS] for name in collect.RUNS}
     assert [name for name, full in of_any.items() if not any(fnmatchcase(f, source) for f in full for source in sources)] == []
 
 
@@ -150,7 +156,7 @@ def test_every_required_result_is_stored():
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_result_says_where_it_comes_from(file):
     record = json.loads(Path(file).read_text())
-    gpu = next(gpu for gpu in results.GPUS if file.stem.startswith(f"{gpu}-"))
+    gpu = next(gpu for gpu in GPUS if file.stem.startswith(f"{gpu}-"))
     kind = file.stem.removeprefix(f"{gpu}-").split("-")[0]
     assert record["device"].removeprefix("NVIDIA ").lower().replace(" ", "-") == gpu
     others = {"transformers", "liger-kernel"} if kind == "patch" else set()
@@ -190,7 +196,7 @@ def test_the_comparison_with_vllm_says_how_it_was_made(name):
     """Catches a point that one engine lacks, a stack without its versions or a process without its name, a protocol that was left
     out, a path of a machine, and figures that pretend to a check or to a limit."""
     record = load(name)
-    assert record["device"].removeprefix("NVIDIA ").lower().replace(" ", "-") in results.GPUS
+    assert record["device"].removeprefix("NVIDIA ").lower().replace(" ", "-") in GPUS
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", record["date"])
     assert {"order", "clock", "prompts", "decode step", "first token", "offline"} <= set(record["protocol"])
     for run in record["runs"] + record.get("drafts", []):
@@ -212,7 +218,7 @@ def factors(form, names=COMPARISONS):
         times = {key: r.get("step_s", r.get("time_to_first_token_s")) for key, r in rows.items()}
         return times | {"offline": 1 / run["output_tokens_per_s"]}
 
-    ours = values(results.BESIDE_VLLM, "minirt")
+    ours = values(BESIDE_VLLM, "minirt")
     for name in names:
         theirs = values(name, "vLLM")
         both = {key: theirs[key] if isinstance(theirs[key], list) else [theirs[key]] for key in ours if key in theirs}
@@ -239,7 +245,7 @@ def test_the_readme_says_of_speed_what_the_results_say():
             kind = "offline" if "offline" in name else (counts[0], None if "prompt" in name else ([*counts, 128])[1])
             assert [float(x) for x in re.findall(r"\d+\.\d\d", row[3 * column + 2])] == default.get(kind, []), name
     assert [float(x) for x in re.findall(r"(?<![\w.])\d\.\d\d(?![.\w])", headline)] == [*offline, *claims, min(offline)]
-    beside = load(results.BESIDE_VLLM)
+    beside = load(BESIDE_VLLM)
     for form in results.FORMATS:
         record = load(f"h200-decode-{form}")
         assert record["model"] == beside["model"]
@@ -287,7 +293,7 @@ def test_only_the_known_kinds_of_results_are_stored():
 
 def test_four_bits_cost_no_more_than_other_scales():
     """`--quantize int4`: a perplexity no worse than with the nearest symmetric levels, and within 0.5% of MSE observers."""
-    lines = [line for line in load("cpu-int4-quality") if "difference" in line]
+    lines = [line for line in lines_of("cpu-int4-quality") if "difference" in line]
     for model in {line["model"] for line in lines}:
         loss = {line["name"]: line["difference"] for line in lines if line["model"] == model}
         assert loss["int4"] <= loss["round to nearest"]
@@ -297,18 +303,19 @@ def test_four_bits_cost_no_more_than_other_scales():
 
 def test_four_bits_of_a_file_are_computed_as_stored():
     """The loss of a 4-bit checkpoint is that of transformers with its dequantized weights; FP8 also rounds activations."""
-    lines = [line for line in load("cpu-format-quality") if "weights_only" in line]
+    lines = [line for line in lines_of("cpu-format-quality") if "weights_only" in line]
     assert len(lines) == 8
     for line in lines:
         rounding = line["difference"] - line["weights_only"]
         assert (-1e-3 < rounding < 0.02) if line["name"].startswith("FP8") else abs(rounding) < 1e-5, line["name"]
 
 
-@pytest.mark.parametrize("name", tables.drawable())
+@pytest.mark.parametrize("name", ["speed", *tables.drawable()])
 def test_the_pictures_are_of_the_stored_results(name):
     text = (RESULTS / f"{name}.svg").read_text()
-    assert f"results {tables.digest(tables.PICTURES[name].sources)}" in text, "run `python bench/tools/tables.py`"
-    assert f"bench/results/{name}.svg)" in tables.PICTURES[name].page.read_text()
+    made = tables.FINAL["headline"] if name == "speed" else tables.PICTURES[name]
+    assert f"results {tables.digest(made.sources)}" in text, "run `python bench/tools/tables.py`"
+    assert f"bench/results/{name}.svg)" in made.page.read_text()
 
 
 @pytest.mark.parametrize("name", tables.drawable())

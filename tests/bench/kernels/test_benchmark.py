@@ -20,7 +20,7 @@ from minirt.bench.kernels import benchmark as bench
 from minirt.bench.kernels.declared import declared
 from minirt.bench.kernels.operations import Form, Problem, Step
 from minirt.bench.measure import host_seconds
-from minirt.bench.report import FORMATS, machine
+from minirt.bench.report import FORMATS, Report, machine
 from minirt.errors import InputError, MinirtError
 from minirt.kernels import norm
 from minirt.kernels import quantize as quantize_kernel
@@ -361,7 +361,7 @@ def on_gpu():
         rows.append(bench.measure(point(name, min(tokens, 200)), roofline, lambda run, calls=calls: next(calls) * 1e-6, 3, False))
     shared = machine("kernels", CPU, ["minirt"], Ceiling(4e12, "read")) | {"backend": "CUDA", "device": "a GPU"}
     products = [{"flops_per_s": 7e14, "how": "product"}]
-    return report.KernelReport(report.context(shared, rows, [], products, 2e-6), rows)
+    return Report(report.context(shared, rows, [], products, 2e-6), rows, report.markdown)
 
 
 def test_medians_shares_and_losses(on_gpu):

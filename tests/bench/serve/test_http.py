@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from minirt.bench.serve.http import EventParser, ProtocolError, ResponseParser
+from minirt.bench.serve.http import EventParser, ProtocolError, Response
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: Chunked\r\nX-Empty:\r\n\r\n"
 BODY = (
@@ -28,8 +28,8 @@ def chunks(body: bytes, sizes: list[int]) -> bytes:
     return out + b"0\r\nTrailer: yes\r\n\r\n"
 
 
-def parsed(pieces: list[bytes]) -> tuple[list[bytes], ResponseParser]:
-    response, events, payloads = ResponseParser(), EventParser(), []
+def parsed(pieces: list[bytes]) -> tuple[list[bytes], Response]:
+    response, events, payloads = Response(), EventParser(), []
     for piece in pieces:
         for part in response.feed(piece):
             payloads += events.feed(part)
@@ -78,7 +78,7 @@ def test_events_in_one_piece_each_as_servers_send_them() -> None:
 ])  # fmt: skip
 def test_bodies_of_known_length(data: bytes, body: bytes, keeps_alive: bool) -> None:
     for places in [[i] for i in range(len(data))] + [list(range(len(data)))]:
-        response = ResponseParser()
+        response = Response()
         pieces = [piece for part in cut(data, places) for piece in response.feed(part)]
         assert b"".join(pieces) == body
         assert response.complete
@@ -87,7 +87,7 @@ def test_bodies_of_known_length(data: bytes, body: bytes, keeps_alive: bool) -> 
 
 
 def test_a_body_until_the_connection_closes() -> None:
-    response = ResponseParser()
+    response = Response()
     assert response.feed(b"HTTP/1.1 200 OK\r\n\r\nab") == [b"ab"]
     assert response.feed(b"c") == [b"c"]
     assert not response.complete
@@ -98,7 +98,7 @@ def test_a_body_until_the_connection_closes() -> None:
 
 @pytest.mark.parametrize("size", [1, 60, len(HEAD), len(HEAD) + 1, len(HEAD) + 20, -1, -3])
 def test_a_response_that_ends_early_is_an_error(size: int) -> None:
-    response = ResponseParser()
+    response = Response()
     response.feed((HEAD + chunks(BODY, [len(BODY)]))[:size])
     with pytest.raises(ProtocolError, match="closed the connection"):
         response.end()
@@ -114,7 +114,7 @@ def test_a_response_that_ends_early_is_an_error(size: int) -> None:
 ])  # fmt: skip
 def test_damage_is_named(data: bytes, message: str) -> None:
     with pytest.raises(ProtocolError, match=message):
-        ResponseParser().feed(data)
+        Response().feed(data)
 
 
 def test_an_endless_event_is_refused() -> None:

@@ -48,7 +48,7 @@ def test_lengths_are_those_of_bench_throughput(monkeypatch: pytest.MonkeyPatch) 
         return 1.0, []
 
     monkeypatch.setattr(Runs, "timed", timed)
-    monkeypatch.setattr(throughput, "_ends", lambda values: None)
+    monkeypatch.setattr(throughput, "named_percentiles", lambda values, *percents: {})
     monkeypatch.setattr(throughput, "peak_memory", lambda device: 0)
     throughput.run(Runs(SimpleNamespace(device=None), 1, {}, 5), 300, (3, 90), (2, 40))  # type: ignore[arg-type]
     assert seen[:300] == list(zip(*LOAD.lengths(), strict=True))

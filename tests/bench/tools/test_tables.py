@@ -6,7 +6,7 @@ import pytest
 
 from minirt.bench import picture
 from minirt.bench.kernels import benchmark as kernels
-from minirt.bench.tools import pictures, results, tables
+from minirt.bench.tools import tables
 
 
 def rows(text):
@@ -45,57 +45,6 @@ def test_prefill_with_gaps():
     assert rows(tables.prefill_table(PROMPTS))[2:] == [
         ["2048 tokens", "–", "–", "48.0", "29.4", "25%", "29.4"], ["8192 tokens", "–", "–", "195.0", "129.9", "25%", "129.0"],
     ]  # fmt: skip
-
-
-def beside(prompt=(0.1965, 0.1981)):
-    """Records of both engines, with times that differ by point and format: vLLM in a process of its own (all points but the first
-    and the prompts; two measurements of one) and, slower, in the caller's. `prompt`: minirt's and vLLM's in bf16."""
-
-    def run(engine, form, factor, rate, torch="2", lacks=(), **facts):
-        steps = [(1, 128, 0.004), (64, 128, 0.008), (256, 128, 0.0123), (1, 8000, 0.005)]
-        prompts = [(512, 0.02), (8192, prompt[engine == "vLLM"] / factor if form == "bf16" else 0.2)]
-        rows = [{"batch_size": n, "context_len": c, "step_s": s * factor} for n, c, s in steps if n not in lacks]
-        rows += [{"input_len": n, "time_to_first_token_s": s * factor} for n, s in prompts if n not in lacks]
-        versions = {"torch": torch, "triton": "3"}
-        facts |= {"engine": engine, "quantization": {"bf16": None, "fp8": "fp8"}[form]}
-        return facts | {"versions": versions, "output_tokens_per_s": rate, "results": rows}
-
-    vllm, in_process = {"version": "7", "note": "N"}, (1, 512, 8192)
-    runs = [
-        run("minirt", "bf16", 1.0, 12000.4, commit="c"), run("vLLM", "bf16", 1.5, 10000, lacks=in_process, **vllm),
-        run("minirt", "fp8", 0.5, 20000, commit="c"), run("vLLM", "fp8", 1.25, 10000, lacks=in_process, **vllm),
-    ]  # fmt: skip
-    runs[2]["sampled_output_tokens_per_s"] = 19000
-    runs[3]["results"][1]["step_s"] = [0.016, 0.0154]
-    older = [
-        run("minirt", "bf16", 1.0, 12000, commit="d"), run("vLLM", "bf16", 1.75, 9000, **vllm),
-        run("minirt", "fp8", 0.5, 20000, commit="d"), run("vLLM", "fp8", 1.5, 9000, **vllm),
-        run("minirt", "bf16", 0.9, None, torch="9", commit="d"),
-    ]  # fmt: skip
-    protocol = dict.fromkeys(("prompts", "first token", "offline"), "-") | {"order": "O", "clock": "C"}
-    protocol["decode step"] = "D; the least of 3 runs; two values: E"
-    correctness = {"checked": False, "why": "no check"}
-    shared = {"model": "M", "device": "NVIDIA X 1", "protocol": protocol, "correctness": correctness}
-    default = shared | {"runs": runs, "date": "2026-01-02"}
-    return {results.BESIDE_VLLM: default, results.IN_PROCESS: shared | {"runs": older, "date": "2026-01-01"}}
-
-
-def test_the_picture_of_both_engines(monkeypatch, tmp_path):
-    """Catches bars of the other engine or the slower measurement, ratios upside down (rates are not times), and points of another
-    setting of vLLM than its default."""
-    drawn = []
-    monkeypatch.setattr(picture, "save", lambda figure, target, note: drawn.append(figure))
-    pictures.engines(beside(), tmp_path, "")
-    steps, fast, offline = drawn[0].axes
-    assert [[round(bar.get_height(), 2) for bar in bars] for bars in steps.containers] == [[8, 12.3], [12, 18.45]]
-    assert [[int(bar.get_height()) for bar in bars] for bars in offline.containers] == [[12000, 20000], [10000, 10000]]
-    assert [text.get_text() for text in fast.texts] == ["2.50 ×", "2.50 ×"]
-    assert [text.get_text() for text in offline.texts] == ["1.20 ×", "2.00 ×"]
-    assert [text.get_text() for text in steps.get_xticklabels()] == ["batch 64", "batch 256"]
-    assert {"minirt", "vLLM 7"} == {text.get_text() for text in steps.get_legend().get_texts()}
-    title = drawn[0].get_suptitle()
-    assert "NVIDIA X 1, a card for each · 2026-01-02" in title
-    assert title.endswith(" · no check")
 
 
 def test_what_was_not_checked_is_marked_where_it_is_shown():
@@ -160,14 +109,14 @@ def test_picture_of_a_mixture(monkeypatch, tmp_path):
     """Shares of each bar sum up to 100%, with what has no color of its own as "others", and colors are those of the kernel."""
     drawn = []
     monkeypatch.setattr(picture, "save", lambda figure, target, note: drawn.append(figure))
-    monkeypatch.setattr(pictures, "_MOST_KERNELS", 2)
+    monkeypatch.setattr(tables, "_MOST_KERNELS", 2)
 
     def record(dtype, *traces):
         rows = [{"batch": 8**i, "step_ms": 1.5, "us_a_step_by_kernel": us} for i, us in enumerate(traces)]
         return {"dtype": dtype, "traces": rows, "model": "M", "device": "X", "commit": "c"}
 
     bf16 = record("bfloat16", {"_a": 60.0, "b": 30.0, "c": 10.0}, {"c": 20.0, "b": 180.0})
-    pictures.mixture({"x": bf16, "y": record("fp8", {"_a": 50.0, "d": 50.0})}, tmp_path, "")
+    tables.draw_mixture({"x": bf16, "y": record("fp8", {"_a": 50.0, "d": 50.0})}, tmp_path, "")
     left, right = drawn[0].axes
 
     def bars(axes):

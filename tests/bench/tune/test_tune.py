@@ -69,13 +69,13 @@ class Bench:
 
 def test_the_fastest_is_chosen():
     outcome = Bench(Config(10), [Config(9), Config(7), Config(12), Config(10), Config(7)]).tune()
-    assert (outcome.config, outcome.default_us, outcome.best_us, outcome.tried) == (Config(7), 10, pytest.approx(7), 3)
+    assert (outcome.config, outcome.rule_s, outcome.best_s, outcome.tried) == (Config(7), 1e-5, pytest.approx(7e-6), 3)
     assert outcome.failed == {}
 
 
 def test_little_is_not_worth_it():
     outcome = Bench(Config(10), [Config(9.9)]).tune()
-    assert (outcome.config, outcome.best_us) == (None, 10)
+    assert (outcome.config, outcome.best_s) == (None, 1e-5)
 
 
 def test_what_fails_is_out():
@@ -104,16 +104,16 @@ def test_steps_choose_among_the_fastest_of_chains():
     bench = Bench(Config(10), [Config(7), Config(8), Config(9), Config(9.5), Config(11)])
     outcome = bench.tune_in_steps({10: 4.0, 7: 4.1, 8: 3.9, 9: 3.95}, {10: 4.02, 8: 3.92})
     assert bench.asked == [[Config(10), Config(7), Config(8), Config(9)], [Config(10), Config(8)]]
-    assert (outcome.config, outcome.default_step_s, outcome.best_step_s) == (Config(8), pytest.approx(4.02e-3), 3.92e-3)
-    assert (outcome.default_us, outcome.best_us) == (10, pytest.approx(7))
+    assert (outcome.config, outcome.rule_step_s, outcome.best_step_s) == (Config(8), pytest.approx(4.02e-3), 3.92e-3)
+    assert (outcome.rule_s, outcome.best_s) == (1e-5, pytest.approx(7e-6))
 
 
 @pytest.mark.parametrize("second", [{10: 4.0, 7: 4.0}, {10: 4.0, 7: 3.995}, {10: 4.0, 7: 4.2}])
 def test_what_makes_steps_longer_is_not_kept(second):
     """A step must be shorter in both runs, because equal CUDA graphs differ in speed."""
     outcome = Bench(Config(10), [Config(7)]).tune_in_steps({10: 4.0, 7: 3.9}, second)
-    assert (outcome.config, outcome.best_us) == (None, pytest.approx(7))
-    assert (outcome.default_step_s, outcome.best_step_s) == (4e-3, second[7] / 1e3)
+    assert (outcome.config, outcome.best_s) == (None, pytest.approx(7e-6))
+    assert (outcome.rule_step_s, outcome.best_step_s) == (4e-3, second[7] / 1e3)
 
 
 def test_steps_are_not_asked_for_nothing():
