@@ -77,13 +77,6 @@ class MinirtError(Exception):
         """Whether an option of the command line has a value that it does not take: `where` begins with the option."""
         return str(self.where).startswith("--")
 
-    def __reduce__(self) -> tuple:
-        return _rebuild, (type(self), self.what, self.where, self.expected, self.found, self.hint)
-
-
-def _rebuild(cls: type[MinirtError], what: str, where: object, expected: object, found: object, hint: str | None) -> MinirtError:
-    return cls(what, where=where, expected=expected, found=found, hint=hint)
-
 
 class ConfigError(MinirtError):
     """A model's config.json, or a setting of the runtime, is wrong."""

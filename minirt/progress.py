@@ -27,16 +27,12 @@ def load_bars(enabled: bool = True) -> Iterator[LoadProgress | None]:
     with _bars() if sys.stderr.isatty() else nullcontext() as bars:
 
         def progress(stage: str, done: int, total: int) -> None:
-            if stage == COMPILING and stage not in tasks:
-                if bars is None:
-                    sys.stderr.write(f"{_compiling()}\n")
-                else:
-                    bars.console.print(_compiling(), markup=False, highlight=False)
-            if bars is None:
-                tasks[stage] = None
-                return
             if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total, amount="")
+                if stage == COMPILING:
+                    sys.stderr.write(f"{_compiling()}\n")  # Rich puts it above the bars
+                tasks[stage] = None if bars is None else bars.add_task(stage, total=total, amount="")
+            if bars is None:
+                return
             amount = f"{done}/{total}"
             if stage == "weights":
                 amount = f"{format_size(done)}/{format_size(total)}"
@@ -89,10 +85,7 @@ class PromptBar:
 @contextmanager
 def prompt_bar(total: int, enabled: bool = True) -> Iterator[PromptBar]:
     """Yield a `PromptBar` for `total` prompts. Call it as `advance(n_finished=1, n_tokens=k)` when a prompt is finished."""
-    if not enabled or not sys.stderr.isatty():
-        yield PromptBar(None, total)
-        return
-    with _bars() as bars:
+    with _bars() if enabled and sys.stderr.isatty() else nullcontext() as bars:
         yield PromptBar(bars, total)
 
 

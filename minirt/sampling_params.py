@@ -8,19 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from minirt.errors import ConfigError, InputError, MinirtError, shortened
-from minirt.settings import (
-    Integer,
-    Number,
-    Settings,
-    documented,
-    is_token_id,
-    setting,
-    settings_of,
-    switch,
-    texts,
-    token_ids,
-)
+from minirt.errors import ConfigError, InputError, MinirtError, quoted, shortened
+from minirt.settings import Integer, Number, Settings, is_token_id, setting, settings_of, switch, texts, token_ids
 from minirt.structured.params import StructuredOutputsParams
 
 DEFAULT_MAX_TOKENS = 256
@@ -77,8 +66,6 @@ def _structured(value: Any, place: str, error: type[MinirtError], hint: str | No
         raise refused.at(f"{place}{str(refused.where).removeprefix('StructuredOutputsParams')}") from refused
 
 
-@documented
-@dataclass(frozen=True, kw_only=True)
 class SamplingParams(Settings):
     """How to choose tokens and when to stop. None means "not set": generation_config.json or a default decides.
 
@@ -276,7 +263,9 @@ def resolve(params: SamplingParams | None, generation_config: Mapping[str, Any] 
     for name, key in _IN_FILE.items() if config else ():
         stated = config.get(key)
         if stated is not None and getattr(params, name) is None:
-            value = _from_file(name, stated)  # also if it is not used: a malformed value is an error
+            check: Any = _LENGTH_IN_FILE if name == "max_tokens" else _SETTINGS[name].check
+            # Also if it is not used: a malformed value is an error.
+            value = check(stated, f"{_FILE}: {key}", ConfigError, f"correct the file, or set {name} yourself")
             if sampling or name not in _OF_DRAWS:
                 values[name], sources[name] = value, _FILE
     for name, value in vars(params).items():
@@ -313,12 +302,7 @@ def _checked_file(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
     if not isinstance(config, Mapping):
         raise ConfigError("not a JSON object", where=_FILE, found=repr(config))
     do_sample = config.get("do_sample")
-    if do_sample is not None and not isinstance(do_sample, bool):
-        place, shown = f"{_FILE}: do_sample", repr(do_sample)[:500]
-        raise ConfigError("not an acceptable value", where=place, expected="true or false", found=shown)
+    if not isinstance(do_sample, bool | None):
+        place = f"{_FILE}: do_sample"
+        raise ConfigError("not an acceptable value", where=place, expected="true or false", found=quoted(do_sample))
     return config
-
-
-def _from_file(name: str, value: object) -> Any:
-    check: Any = _LENGTH_IN_FILE if name == "max_tokens" else _SETTINGS[name].check
-    return check(value, f"{_FILE}: {_IN_FILE[name]}", ConfigError, f"correct the file, or set {name} yourself")
