@@ -61,8 +61,7 @@ class AsyncGenerator:
         progress: LoadProgress | None = None, **options: Any,
     ) -> "AsyncGenerator":  # fmt: skip
         """Load a model in a worker thread, which also calls `progress`. Other arguments: see `Generator.from_pretrained`."""
-        load = Generator.from_pretrained
-        return cls(await asyncio.to_thread(load, model, progress=progress, **options), max_unread=max_unread)
+        return cls(await asyncio.to_thread(Generator.from_pretrained, model, progress=progress, **options), max_unread=max_unread)
 
     @overload
     async def generate(self, prompts: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Completion: ...
@@ -127,8 +126,7 @@ class AsyncGenerator:
 
     async def encode_chat(self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of a conversation through the chat template, for `stream` and `generate`; see `Generator.encode_chat`."""
-        limit = self.generator.max_len - 1
-        return await asyncio.to_thread(self.generator.encode_chat, messages, limit, chat_template_kwargs)
+        return await asyncio.to_thread(self.generator.encode_chat, messages, self.generator.max_len - 1, chat_template_kwargs)
 
     async def close(self) -> None:
         """Close the generator. Open requests of all its callers end with an error."""

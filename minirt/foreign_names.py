@@ -100,8 +100,7 @@ def checks_names(elsewhere: Mapping[str, str], options: Sequence[str] = ()) -> C
                 known = [*inspect.signature(method).parameters][1:]  # without self
                 known = [*known[:-1], *options] if known[-1:] == ["options"] else known
                 place = method.__qualname__.removesuffix(".__init__")
-                check = partial(check_names, known=known, place=place, elsewhere=elsewhere)
-                setattr(kind, name, _checked(method, check))
+                setattr(kind, name, _checked(method, partial(check_names, known=known, place=place, elsewhere=elsewhere)))
         return kind
 
     return decorate

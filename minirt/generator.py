@@ -179,8 +179,7 @@ class Generator:
             MinirtError: a request failed, or a prompt is refused. Use `completions` to get the others.
         """
         all_at_once = progress or self.max_waiting is not None  # else the others are prepared while the first ones run
-        at_once = None if all_at_once else self.max_num_seqs
-        call = self._prepare(prompts, params, priority, is_single(prompts), at_once)
+        call = self._prepare(prompts, params, priority, is_single(prompts), None if all_at_once else self.max_num_seqs)
         self._finish(call, progress, "token_ids")
         return call.result()
 

@@ -436,8 +436,7 @@ def _params_hint(params: Any) -> str | None:
 def _one_for_each(prompts: Any, params: Any) -> tuple[Sequence[Any], Sequence[Any]]:
     """The prompts, and as many SamplingParams."""
     if not isinstance(prompts, list | tuple):
-        what, hint = "not a prompt, or a list of prompts", _instead(prompts)
-        raise InputError(what, where="prompts", found=_size(prompts), hint=hint)
+        raise InputError("not a prompt, or a list of prompts", where="prompts", found=_size(prompts), hint=_instead(prompts))
     params = [params] * len(prompts) if isinstance(params, SamplingParams | None) else params
     if _size(params) != len(prompts):
         what, expected = "not one SamplingParams for each prompt", f"one for all, or a list of {len(prompts)}"

@@ -66,8 +66,7 @@ class PromptBar:
         self._tokens += n_tokens
         if self._bars is not None:
             rate = self._tokens / max(time.perf_counter() - self._started, 1e-9)
-            amount = f"{self._finished}/{self._total} {rate:,.0f} tokens/s"
-            self._bars.update(self._task, completed=self._finished, amount=amount)
+            self._bars.update(self._task, completed=self._finished, amount=f"{self._finished}/{self._total} {rate:,.0f} tokens/s")
 
     @contextmanager
     def hidden(self) -> Iterator[None]:

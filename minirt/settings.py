@@ -188,8 +188,7 @@ class Number:
                 number = math.inf
             if (self.low < number if self.open_low else self.low <= number) and number <= self.high and number != math.inf:
                 return number
-        shown = repr(value)[:_SHOWN]
-        raise error("not an acceptable value", where=place, expected=self.text, found=shown, hint=hint)
+        raise error("not an acceptable value", where=place, expected=self.text, found=repr(value)[:_SHOWN], hint=hint)
 
 
 class Integer(Number):

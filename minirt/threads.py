@@ -77,8 +77,7 @@ def cgroup_quota(root: Path) -> float | None:
         for folder in (group, *group.parents):
             if folder == mount or mount in folder.parents:
                 quotas.append(_limit(folder, files))
-    limits = [limit for limit in quotas if limit is not None]
-    return min(limits, default=None)
+    return min([limit for limit in quotas if limit is not None], default=None)
 
 
 def _limit(folder: Path, files: list[str]) -> float | None:

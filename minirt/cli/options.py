@@ -219,8 +219,8 @@ def _by_options(error: MinirtError) -> MinirtError:
         return re.sub(rf"(?<![\w-])(?:{fields})\b", lambda field: _flag_of(field[0]), text)
 
     field = str(error.where).removeprefix("SamplingParams.").removeprefix("structured_outputs.")
-    what, hint = said(error.what.removeprefix(f"{field} ")), said(error.hint)
-    return type(error)(what, where=_flag(error), expected=said(error.expected), found=error.found, hint=hint)
+    what = said(error.what.removeprefix(f"{field} "))
+    return error.changed(what=what, where=_flag(error), expected=said(error.expected), hint=said(error.hint))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -109,6 +110,27 @@ def _ends_blank(completion: "Completion") -> bool:
     return may and 2 * sum(map(str.isspace, end)) > len(end)
 
 
+@dataclass(frozen=True)
+class Printing:
+    """How results are printed. `verbose`: in JSON with all sampling values. `quiet`: without notes."""
+
+    as_json: bool
+    verbose: bool
+    quiet: bool
+
+    def line(self, generator: "Generator", request: dict[str, Any], completion: "Completion", several: bool) -> str:
+        """A completion as a line for stdout. `request`: the fields of JSON that describe it. `several`: it is one of samples.
+
+        On a terminal, the text of one of several samples has its number above; files and pipes get the text alone. Without a
+        text, the line has the token ids.
+        """
+        if self.as_json:
+            return record_line(request, completion, several, self.verbose, generator.speculative is not None)
+        texts = generator.tokenizer is not None and completion.sampling.detokenize
+        text = completion.text if texts else " ".join(map(str, completion.token_ids))
+        return (click.style(f"sample {completion.index}\n", dim=True) if several and sys.stdout.isatty() else "") + text + "\n"
+
+
 def record_line(request: dict[str, Any], completion: "Completion", several: bool, verbose: bool, drafts: bool) -> str:
     """What --json prints for a completion, after the fields of its request. Missing values are null.
 
@@ -171,14 +193,6 @@ def load_summary(generator: "Generator") -> str:
 def counted(number: int, noun: str) -> str:
     """"1 token", "2 tokens"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def text_line(completion: "Completion", has_tokenizer: bool, several: bool) -> str:
-    """A completion's text, or else its token ids, as a line for stdout. On a terminal, one of `several` samples has its number
-    above; files and pipes get the text alone."""
-    texts = has_tokenizer and completion.sampling.detokenize
-    text = completion.text if texts else " ".join(map(str, completion.token_ids))
-    return (click.style(f"sample {completion.index}\n", dim=True) if several and sys.stdout.isatty() else "") + text + "\n"
 
 
 def completion_summary(generator: "Generator", samples: Sequence["Completion"]) -> str:

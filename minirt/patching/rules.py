@@ -128,8 +128,7 @@ class Patched:
 
     def is_called(self) -> bool:
         """Whether the module's forward is still that of `patch`."""
-        forward = vars(self.module).get("forward")
-        return self._rule is not None and getattr(forward, "func", None) is self._rule.forward
+        return self._rule is not None and getattr(vars(self.module).get("forward"), "func", None) is self._rule.forward
 
     @torch.compiler.assume_constant_result  # `torch.compile` runs it while it traces
     def renew(self) -> str | None:
