@@ -97,7 +97,7 @@ def _is_named(name: str, mib: int, plain: str, size_gb: int | None) -> bool:
 
 
 def _similar(plain: str) -> list[str]:
-    """At most three GPUs whose names begin like `plain`, or else are spelled nearly like it."""
+    """At most three GPUs whose names begin with `plain`; else those with which it begins, or that are spelled nearly like it."""
     bare, word = {name: _parts(name)[0].removeprefix("rtx") for name in _KNOWN}, plain.removeprefix("rtx")
-    near = [word] if word in bare.values() else similar(word, bare.values(), 3)
+    near = [one for one in bare.values() if word and one.startswith(word)] or similar(word, bare.values())
     return [name for name in _KNOWN if bare[name] in near][:3]
