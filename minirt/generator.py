@@ -269,15 +269,13 @@ class Generator:
         """
         tokens = self.encode(token_ids)
         self._engine.engine.checks.check_logits(tokens)
-        nothing = resolve(None, None).with_values(max_tokens=0)
         outputs: SimpleQueue[list[TokenOutput]] = SimpleQueue()
-        request = Request(self._engine.new_id(), tokens, nothing, logits_only=True)
+        request = Request(self._engine.new_id(), tokens, resolve(None, None).with_values(max_tokens=0), logits_only=True)
         try:
             self._engine.submit([request], outputs)
             (output,) = outputs.get()
-        except BaseException:  # such as KeyboardInterrupt
+        finally:  # such as KeyboardInterrupt
             self._engine.abort([request.id])
-            raise
         if output.logits is None:
             raise output.error or EngineError("the engine returned no logits", where=self.name)
         return output.logits
@@ -366,11 +364,8 @@ class Generator:
     def model(self) -> Model:
         """The model: layers, weights and chosen implementations."""
         if self._model is None:
-            raise self._closed()
+            raise EngineError("the generator is closed", where=self.name)
         return self._model
-
-    def _closed(self) -> EngineError:
-        return EngineError("the generator is closed", where=self.name)
 
     def _prepare(self, prompts: Any, params: Any, priority: Any, single: bool, first: int | None = None) -> Call:
         self._engine.wake()  # it wakes up while the prompts are encoded and checked
@@ -393,9 +388,7 @@ class Generator:
             for _ in driver.parts():
                 while not outputs.empty():  # one may have ended, or hold a stop string
                     yield from filter(None, map(driver.push, outputs.get()))
-            while call.open:
-                if self._model is None:
-                    raise self._closed()
+            while call.open and self.model is not None:  # `model` raises if the generator is closed
                 yield from filter(None, map(driver.push, outputs.get()))
 
 

@@ -187,8 +187,7 @@ class Processor:
 
     def prepare_scores(self, prompts: Any, completions: Any, priority: Any = 0) -> "Call":
         """The requests that score completions after their prompts; see `Generator.score`. `Call.scores` has the results."""
-        single = is_single(prompts) and is_single(completions)
-        if single:
+        if single := is_single(prompts) and is_single(completions):
             completions = [completions]
         elif not isinstance(completions, list | tuple) or is_single(completions):
             expected, kind = "a list, as the prompts are, or one prompt", type(completions).__name__

@@ -16,15 +16,12 @@ COMPILING = "compiling kernels"  # the stage of kernels that Triton's cache does
 
 @contextmanager
 def load_bars(enabled: bool = True) -> Iterator[LoadProgress | None]:
-    """Yield `progress(stage, done, total)`, or None if nothing is wanted.
+    """Yield `progress(stage, done, total)`, or None unless `enabled`.
 
     It draws one bar per stage on a terminal. When kernels are compiled, it says once that this does not happen at every start.
     """
-    if not enabled:
-        yield None
-        return
     tasks: dict[str, Any] = {}
-    with _bars() if sys.stderr.isatty() else nullcontext() as bars:
+    with _bars() if enabled and sys.stderr.isatty() else nullcontext() as bars:
 
         def progress(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
@@ -40,7 +37,7 @@ def load_bars(enabled: bool = True) -> Iterator[LoadProgress | None]:
                 amount += f" {speed / 1e9:.1f} GB/s" if speed else ""
             bars.update(tasks[stage], completed=done, total=total, amount=amount)
 
-        yield progress
+        yield progress if enabled else None
 
 
 def _compiling() -> str:
@@ -71,8 +68,7 @@ class PromptBar:
     @contextmanager
     def hidden(self) -> Iterator[None]:
         """Hide the bar while a result is written, if stdout is a terminal too."""
-        drawn = self._bars is not None and sys.stdout.isatty()
-        if drawn:
+        if drawn := self._bars is not None and sys.stdout.isatty():
             self._bars.stop()
         try:
             yield

@@ -166,28 +166,26 @@ class SamplingParams(Settings):
         if self.n > 1 and self.temperature == 0:
             place, expected = "SamplingParams.n", "1 with temperature 0: all samples would be equal"
             raise InputError("greedy decoding has one sample", where=place, expected=expected, found=self.n)
-        if self.max_tokens == 0:
-            expected = _MAX_TOKENS.text
-            if self.prompt_logprobs is None:
-                _contradiction("max_tokens", "asks for nothing without prompt_logprobs", expected, 0)
-            for name, unset in (("n", 1), ("structured_outputs", None)):
-                if (value := getattr(self, name)) != unset:
-                    _contradiction(name, "is about new tokens, and max_tokens is 0", "max_tokens of 1 or more", value)
-        if self.truncate_prompt_tokens == 0:
-            _contradiction("truncate_prompt_tokens", "leaves no token of the prompt", _TRUNCATED.text, 0)
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            _contradiction("allowed_token_ids", "allows no token", "at least one token id, or None for all", "none")
-        if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            _contradiction("min_tokens", "is above max_tokens", f"at most {self.max_tokens}", self.min_tokens)
-        if self.structured_outputs is not None and self.ignore_eos:
-            expected = "False: a text with structured_outputs ends with an end-of-sequence token"
-            _contradiction("ignore_eos", "leaves no token after the end of the grammar", expected, True)
-        if not self.detokenize:
-            for name in ("stop", "include_stop_str_in_output"):
-                if getattr(self, name):
-                    _contradiction(name, "needs the text, and detokenize is False", "detokenize=True", getattr(self, name))
-            if not self.skip_special_tokens:
-                _contradiction("skip_special_tokens", "is about the text, and detokenize is False", "detokenize=True", False)
+        scored, silent = self.max_tokens == 0, not self.detokenize  # no new tokens; no text
+        for wrong, name, what, expected in (
+            (scored and self.prompt_logprobs is None, "max_tokens", "asks for nothing without prompt_logprobs", _MAX_TOKENS.text),
+            (scored and self.n > 1, "n", "is about new tokens, and max_tokens is 0", "max_tokens of 1 or more"),
+            (scored and self.structured_outputs, "structured_outputs", "is about new tokens, and max_tokens is 0",
+             "max_tokens of 1 or more"),
+            (self.truncate_prompt_tokens == 0, "truncate_prompt_tokens", "leaves no token of the prompt", _TRUNCATED.text),
+            (self.allowed_token_ids == (), "allowed_token_ids", "allows no token", "at least one token id, or None for all"),
+            (self.max_tokens is not None and (self.min_tokens or 0) > self.max_tokens, "min_tokens", "is above max_tokens",
+             f"at most {self.max_tokens}"),
+            (self.structured_outputs and self.ignore_eos, "ignore_eos", "leaves no token after the end of the grammar",
+             "False: a text with structured_outputs ends with an end-of-sequence token"),
+            (silent and self.stop, "stop", "needs the text, and detokenize is False", "detokenize=True"),
+            (silent and self.include_stop_str_in_output, "include_stop_str_in_output", "needs the text, and detokenize is False",
+             "detokenize=True"),
+            (silent and not self.skip_special_tokens, "skip_special_tokens", "is about the text, and detokenize is False",
+             "detokenize=True"),
+        ):  # fmt: skip
+            if wrong:
+                _contradiction(name, what, expected, getattr(self, name))
 
 
 _SETTINGS = settings_of(SamplingParams)
@@ -301,8 +299,7 @@ def _checked_file(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
         return {}
     if not isinstance(config, Mapping):
         raise ConfigError("not a JSON object", where=_FILE, found=repr(config))
-    do_sample = config.get("do_sample")
-    if not isinstance(do_sample, bool | None):
+    if not isinstance(do_sample := config.get("do_sample"), bool | None):
         place = f"{_FILE}: do_sample"
         raise ConfigError("not an acceptable value", where=place, expected="true or false", found=quoted(do_sample))
     return config

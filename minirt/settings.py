@@ -172,13 +172,9 @@ class Number:
         self, low: float, high: float = math.inf, note: str = "", *, open_low: bool = False, text: str | None = None
     ) -> None:
         self.low, self.high, self.open_low = low, high, open_low
-        kind = "an integer" if self.kind is Integral else "a number"
-        if high != math.inf:
-            between = f"above {low} and at most {high:,}" if open_low else f"from {low} to {high:,}"
-        else:
-            between = f">= {low}"
-            kind = kind.replace("a number", "a finite number")
-        self.text = text or f"{kind} {between}" + (f" ({note})" if note else "")
+        kind = "an integer" if self.kind is Integral else "a finite number" if high == math.inf else "a number"
+        bounded = f"above {low} and at most {high:,}" if open_low else f"from {low} to {high:,}"
+        self.text = text or f"{kind} {f'>= {low}' if high == math.inf else bounded}" + (f" ({note})" if note else "")
 
     def __call__(self, value: Any, place: str, error: type[MinirtError], hint: str | None = None) -> Any:
         if not isinstance(value, bool) and isinstance(value, self.kind):

@@ -69,8 +69,7 @@ def generate_many(
                     if not chat:
                         plain = [completion for request, completion in results.rows if request.kind == "prompt"]
                         output.note_template(generator, plain, printing.quiet)
-    failed = [(request, completion.error) for request, completion in results.rows if completion.error is not None]
-    if failed:
+    if failed := [(request, completion.error) for request, completion in results.rows if completion.error is not None]:
         what = f"{len(failed)} of {len(completions)} requests failed: {failed[0][1].what}"
         raise failed[0][1].changed(what=what, where=f"{shown_name(name)} {_lines([request.line for request, _ in failed])}")
 

@@ -123,25 +123,23 @@ def output_format_option(*formats: str) -> Callable:
 
     The command gets `output_format`.
     """
+    return option_group(
+        "Output",
+        click.option("--json", "as_json", is_flag=True, is_eager=True, help="Print JSON: the same as -o json."),
+        click.option(
+            "--output-format", "-o", type=click.Choice(formats), default=formats[0], show_default=True, callback=_output_format,
+            help="How to print the results.",
+        ),
+    )
 
-    def decorate(command: Callable) -> Callable:
-        @wraps(command)
-        def run(*arguments: Any, as_json: bool, output_format: str, **options: Any) -> Any:
-            source = click.get_current_context().get_parameter_source("output_format")
-            if as_json and output_format != "json" and source is not ParameterSource.DEFAULT:
-                raise click.UsageError(f"--json is --output-format json, and excludes --output-format {output_format}")
-            return command(*arguments, output_format="json" if as_json else output_format, **options)
 
-        return option_group(
-            "Output",
-            click.option("--json", "as_json", is_flag=True, help="Print JSON: the same as -o json."),
-            click.option(
-                "--output-format", "-o", type=click.Choice(formats), default=formats[0], show_default=True,
-                help="How to print the results.",
-            ),
-        )(run)
-
-    return decorate
+def _output_format(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    """The value of --output-format, or "json" with --json, which is parsed before it."""
+    if not context.params.pop("as_json", False):
+        return value
+    if value != "json" and context.get_parameter_source("output_format") is not ParameterSource.DEFAULT:
+        raise click.UsageError(f"--json is --output-format json, and excludes --output-format {value}")
+    return "json"
 
 
 report_format_option = output_format_option("text", "md", "csv", "json", "jsonl")
@@ -188,12 +186,6 @@ def _structured_outputs(options: dict[str, Any]) -> dict[str, Any] | None:
     return fields or None
 
 
-def _flag(error: MinirtError) -> str:
-    """The option that sets the sampling field which an error names, and the rest of its `where`."""
-    field, comma, place = str(error.where).removeprefix("SamplingParams.").partition(", ")
-    return f"{_flag_of(field.removeprefix('structured_outputs.'))}{comma}{place}"
-
-
 def _flag_of(field: str) -> str:
     """The option that changes the field's default; of `structured_outputs` the one that was given."""
     if field == "structured_outputs":
@@ -218,9 +210,14 @@ def _by_options(error: MinirtError) -> MinirtError:
         fields = "|".join(name for name in _SAMPLING if "_" in name)
         return re.sub(rf"(?<![\w-])(?:{fields})\b", lambda field: _flag_of(field[0]), text)
 
-    field = str(error.where).removeprefix("SamplingParams.").removeprefix("structured_outputs.")
-    what = said(error.what.removeprefix(f"{field} "))
-    return error.changed(what=what, where=_flag(error), expected=said(error.expected), hint=said(error.hint))
+    field, comma, place = _field(error)
+    what, flag = said(error.what.removeprefix(f"{field} ")), f"{_flag_of(field)}{comma}{place}"
+    return error.changed(what=what, where=flag, expected=said(error.expected), hint=said(error.hint))
+
+
+def _field(error: MinirtError) -> tuple[str, str, str]:
+    """The sampling field that an error names, a comma, and the rest of its `where`."""
+    return str(error.where).removeprefix("SamplingParams.").removeprefix("structured_outputs.").partition(", ")
 
 
 @contextmanager
@@ -237,7 +234,7 @@ def named_by_option(place: str | None = None, keys: Collection[str] = ()) -> Ite
         flags = {flag for parameter in parameters for flag in (*parameter.opts, *parameter.secondary_opts)}
         field = str(error.where).removeprefix("SamplingParams.").partition(", ")[0].partition(".")[0]
         named = error
-        if not error.is_usage and field not in keys and _flag(error).partition(", ")[0] in flags:
+        if not error.is_usage and field not in keys and _flag_of(_field(error)[0]) in flags:
             named = _by_options(error)
         if place is not None and (keys or not named.is_usage):
             named = named.at(f"{named.where}, {place}") if named.is_usage else named.within(place)
@@ -354,9 +351,7 @@ def encode_prompt(
             raise TokenizerError("the model has no chat template", where="--chat", found=generator.name, hint=hint)
         before = [] if system is None else [{"role": "system", "content": system}]
         return generator.encode_chat([*before, {"role": "user", "content": text}], most, variables)
-    if generator.tokenizer is not None:
-        return generator.encode(text, most)
-    return token_ids(generator.name, text)
+    return token_ids(generator.name, text) if generator.tokenizer is None else generator.encode(text, most)
 
 
 def token_ids(model: str, text: str) -> list[int]:

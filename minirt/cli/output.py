@@ -82,8 +82,7 @@ def note_template(generator: "Generator", completions: Sequence["Completion"], q
     if not completions or generator.tokenizer is None or not generator.tokenizer.has_chat_template:
         return
     texts = [completion for completion in completions if completion.sampling.detokenize]
-    empty = sum(completion.finish_reason == "stop" and not completion.text.strip() for completion in texts)
-    if empty:
+    if empty := sum(completion.finish_reason == "stop" and not completion.text.strip() for completion in texts):
         what = "the text is empty" if len(texts) == 1 else f"{empty} of {len(texts)} texts are empty"
         warnings.warn(f"{what}; the model has a chat template that was not applied: --chat applies it", stacklevel=2)
     elif not quiet:
@@ -92,8 +91,7 @@ def note_template(generator: "Generator", completions: Sequence["Completion"], q
 
 def warn_incomplete(completions: Sequence["Completion"]) -> None:
     """Warn of structured texts that were cut: such a text is no whole JSON, for example."""
-    cut = [one for one in completions if one.finish_reason == "length" and one.sampling.structured_outputs is not None]
-    if cut:
+    if cut := [one for one in completions if one.finish_reason == "length" and one.sampling.structured_outputs is not None]:
         what = "the text is incomplete" if len(completions) == 1 else f"{len(cut)} of {len(completions)} texts are incomplete"
         limits = {one.sampling.max_tokens for one in cut if len(one.token_ids) >= one.sampling.max_tokens}
         end = f"--max-tokens {', '.join(map(str, sorted(limits)))}" if limits else "the end of the context"
@@ -147,8 +145,7 @@ def record_line(request: dict[str, Any], completion: "Completion", several: bool
     if completion.logprobs is not None:
         record["cumulative_logprob"] = finite(completion.cumulative_logprob)
     for name in ("logprobs", "prompt_logprobs"):
-        rows = getattr(completion, name)
-        if rows is not None:
+        if (rows := getattr(completion, name)) is not None:
             record[name] = [None if row is None else logprobs_record(row) for row in rows]
     effective = completion.sampling
     if effective.temperature > 0:

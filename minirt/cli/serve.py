@@ -78,8 +78,7 @@ def serve(quiet: bool, **options: Any) -> None:
 
     SIGTERM or Ctrl-C lets running requests end; a second one ends at once.
     """
-    missing = [name for module, name in _PACKAGES.items() if find_spec(module) is None]
-    if missing:
+    if missing := [name for module, name in _PACKAGES.items() if find_spec(module) is None]:
         what = f"minirt serve needs packages that are not installed: {', '.join(missing)}"
         raise MinirtError(what, hint=f"pip install {' '.join(missing)}")
     from minirt.server.run import serve as run
