@@ -80,6 +80,7 @@ class Processor:
         self.engine, self._name, self._tokenizer, self._peak_memory = engine, name, tokenizer, peak_memory
         self._vocab_size = vocab_size
         self._generation_config, self._eos_token_ids = generation_config, tuple(eos_token_ids)
+        resolve_sampling(None, {})  # reads the table of settings that are not supported, so that no request waits for it
 
     def encode(self, prompt: Prompt, max_tokens: int | None = None) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer adds. Token ids are returned unchanged.

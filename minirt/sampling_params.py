@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from minirt.errors import ConfigError, InputError, MinirtError, quoted, shortened
+from minirt.foreign_names import table
 from minirt.settings import Integer, Number, Settings, is_token_id, setting, settings_of, switch, texts, token_ids
 from minirt.structured.params import StructuredOutputsParams
 
@@ -17,19 +18,6 @@ MAX_LOGPROBS = 20
 MAX_PROMPT_LOGPROBS = 16_000_000  # listed tokens of one prompt; each takes about 145 bytes on the host
 _FILE = "generation_config.json"
 _MAX_IDS, _MAX_STOPS = 1024, 16  # entries that a request of the server may list
-
-# Settings of generation_config.json that change the output of transformers and that minirt does not support, with the
-# values that mean "off" (null and empty always do). `resolve` reports those that are set.
-_NOT_SUPPORTED: dict[str, tuple] = {
-    **dict.fromkeys(("encoder_repetition_penalty", "typical_p", "guidance_scale"), (1,)),
-    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), (1,)),
-    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), (0,)),
-    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "penalty_alpha", "diversity_penalty"), (0,)),
-    **dict.fromkeys(("bad_words_ids", "force_words_ids", "constraints", "sequence_bias", "watermarking_config"), ()),
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "forced_decoder_ids", "suppress_tokens"), ()),
-    **dict.fromkeys(("begin_suppress_tokens", "exponential_decay_length_penalty", "dola_layers", "top_h"), ()),
-    **dict.fromkeys(("max_length", "max_time", "token_healing"), ()),
-}
 
 
 _BIAS = Number(-100, 100, text="token ids with numbers from -100 to 100")
@@ -286,9 +274,9 @@ def resolve(params: SamplingParams | None, generation_config: Mapping[str, Any] 
         expected = f"stop=[] beside the stop strings of {sources['stop']}"
         _contradiction("detokenize", "is False, and stop strings need the text", expected, values["stop"])
 
-    there = _NOT_SUPPORTED.keys() & config.keys()
-    stated = [(n, config[n]) for n in _NOT_SUPPORTED if n in there] if there else []
-    not_applied = tuple(f"{n}={value}" for n, value in stated if value not in (None, [], {}, False, *_NOT_SUPPORTED[n]))
+    off = table("generation_config")
+    stated = [(name, config[name]) for name in off if name in config] if off.keys() & config.keys() else []
+    not_applied = tuple(f"{name}={value}" for name, value in stated if value not in (None, [], {}, False, *off[name]))
     effective = object.__new__(EffectiveSampling)  # its __init__ sets one field after the other, which takes as long as all else
     vars(effective).update(values, sources=sources, not_applied=not_applied)
     return effective

@@ -68,9 +68,7 @@ def perplexity_command(
 
 
 @evaluate.command("fp8", short_help="Print the error of FP8 rounding in each linear layer.")
-@option_group(
-    "Model", shared.model_option, *(option_of(LoadOptions, name, "Model") for name in ("revision", "device", "dtype")),
-)  # fmt: skip
+@option_group("Model", shared.model_option, *(option_of(LoadOptions, name, "Model") for name in ("revision", "device", "dtype")))
 @option_group(
     "Measurement",
     click.option("--text", "file", required=True, metavar="FILE", help="UTF-8 text to take activations from; - is stdin."),

@@ -47,9 +47,7 @@ class GatedMLP(nn.Module):
         self.register_load_state_dict_pre_hook(_join)
 
     @classmethod
-    def from_linears(
-        cls, gate: nn.Linear, up: nn.Linear, down: nn.Linear, activation: str, norm: RMSNorm | None = None
-    ) -> Self:
+    def from_linears(cls, gate: nn.Linear, up: nn.Linear, down: nn.Linear, activation: str, norm: RMSNorm | None = None) -> Self:
         """The layer of three linear layers. Gate and up are packed once, see `pack_linears`; the parameters of down are shared.
 
         Raises:

@@ -94,9 +94,7 @@ class Patched:
         originals: the weights from before FP8 by the names of their linears; None: they were not kept.
     """
 
-    def __init__(
-        self, module: nn.Module, name: str, options: Options, originals: dict[str, Tensor | None] | None = None
-    ) -> None:
+    def __init__(self, module: nn.Module, name: str, options: Options, originals: dict[str, Tensor | None] | None = None) -> None:
         self.module, self.name, self.options = module, name, replace(options, shared=frozenset(), patched=True)
         self.originals = {} if originals is None else originals
         self.record: Any = None
