@@ -99,7 +99,7 @@ warm_prompt_option = option_in(
 chat_options = option_group(
     "Prompts",
     click.option("--chat", is_flag=True, help="Treat each prompt as a user message: apply the chat template."),
-    click.option("--system", metavar="TEXT", help="With --chat: the system message; an empty one replaces the template's default."),
+    click.option("--system", help="With --chat: the system message; an empty one replaces the template's default."),
 )
 template_option = option_in(
     "Prompts", "--chat-template-kwargs", "variables", type=JSON_OBJECT,
