@@ -180,7 +180,7 @@ class Generator:
         """
         all_at_once = progress or self.max_waiting is not None  # else the others are prepared while the first ones run
         call = self._prepare(prompts, params, priority, is_single(prompts), None if all_at_once else self.max_num_seqs)
-        self._finish(call, progress, "token_ids")
+        self._finish(call, progress)
         return call.result()
 
     def completions(self, prompts: Sequence[Prompt], params: Params = None, *, priority: Priority = 0) -> "Completions":
@@ -240,7 +240,7 @@ class Generator:
         """
         self._engine.wake()
         call = self._processor.prepare_scores(prompts, completions, priority)
-        self._finish(call, progress, "prompt_token_ids")
+        self._finish(call, progress)
         return call.scores()
 
     def warm_prompt(self, prompt: Prompt) -> int:
@@ -371,12 +371,12 @@ class Generator:
         self._engine.wake()  # it wakes up while the prompts are encoded and checked
         return self._processor.prepare(prompts, params, priority, single=single, first=first)
 
-    def _finish(self, call: Call, progress: bool, counted: str) -> None:
-        """Run requests until all have ended. The progress bar counts the tokens of this field of each completion."""
+    def _finish(self, call: Call, progress: bool) -> None:
+        """Run requests until all have ended. The progress bar counts new tokens, or those of prompts that are only scored."""
         with closing(self._run(call, final_only=True)) as pieces, prompt_bar(len(call.streams), progress) as advance:
             for stream, piece in pieces:
                 if piece.finish_reason is not None:
-                    advance(n_finished=1, n_tokens=len(getattr(stream.completion, counted)))
+                    advance(n_finished=1, n_tokens=len(stream.completion.token_ids or stream.completion.prompt_token_ids))
 
     def _run(self, call: Call, **how: bool) -> abc.Generator[tuple[CompletionStream, Piece], None, None]:
         """Run requests until all have ended. Yields each piece with its stream. Closing the generator aborts them.
@@ -399,7 +399,7 @@ def _end_ids(tokens: Any, vocab_size: int) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-class Completions:
+class Completions(Iterator[tuple[int, Any]]):
     """Running requests of many prompts. Iterating yields (index of the prompt, its result) in the order of finishing.
 
     A result is a `Completion`, or `Samples` if `n` is above 1. `all` lists every result so far, in the order of the prompts;
@@ -411,9 +411,6 @@ class Completions:
         self.all = call.results
         self._open = Counter(stream.prompt for stream in call.streams)  # samples of each prompt that are not over
         self._pieces = pieces
-
-    def __iter__(self) -> Iterator[tuple[int, Any]]:
-        return self
 
     def __next__(self) -> tuple[int, Any]:
         for stream, piece in self._pieces:
