@@ -98,8 +98,7 @@ def generate(
                 done += samples
                 for completion in samples:
                     streamed = not as_json and params.n == 1
-                    line = printing.line(generator, {"prompt": text}, completion, params.n > 1)
-                    output.write("\n" if streamed else line)
+                    output.write("\n" if streamed else printing.line(generator, {"prompt": text}, completion, params.n > 1))
                 if not quiet:
                     output.note(output.completion_summary(generator, samples))
         output.warn_incomplete(done)

@@ -163,10 +163,8 @@ def sampling_params(options: dict[str, Any]) -> "SamplingParams":
     values = given(SamplingParams, options) | {"structured_outputs": _structured_outputs(options)}
     if "logit_bias" in values:
         values["logit_bias"] = biases(values["logit_bias"])
-    try:
+    with named_by_option():
         return SamplingParams(**values)
-    except InputError as error:
-        raise _by_options(error) from error
 
 
 def _structured_outputs(options: dict[str, Any]) -> dict[str, Any] | None:
@@ -195,18 +193,14 @@ def _flag_of(field: str) -> str:
 
 def _by_options(error: MinirtError) -> MinirtError:
     """An error of a sampling field as the command line says it: with options in place of the names of fields."""
-    switched = {
+    options = {
         "detokenize is False": "--no-detokenize is given", "detokenize=True": "no --no-detokenize",
-        "json or json_object": "--json-schema or --json-object",
+        "json or json_object": "--json-schema or --json-object", **{name: _flag_of(name) for name in _SAMPLING if "_" in name},
     }  # fmt: skip
 
     def said(text: Any) -> Any:
-        if not isinstance(text, str):
-            return text
-        for name, option in switched.items():
-            text = text.replace(name, option)
-        fields = "|".join(name for name in _SAMPLING if "_" in name)
-        return re.sub(rf"(?<![\w-])(?:{fields})\b", lambda field: _flag_of(field[0]), text)
+        names = rf"(?<![\w-])(?:{'|'.join(options)})\b"
+        return re.sub(names, lambda name: options[name[0]], text) if isinstance(text, str) else text
 
     field, comma, place = _field(error)
     what, flag = said(error.what.removeprefix(f"{field} ")), f"{_flag_of(field)}{comma}{place}"

@@ -61,8 +61,7 @@ def option_hint(name: str, options: Collection[str], command: str = "minirt") ->
     """What another program's option is called here, for "--name" or "-n" and a command with these options and arguments."""
     text = table("llama-bench").get(name) if f"{command} ".startswith("minirt bench ") else None
     text = text or command_line_hint(table("short").get(name, name.lstrip("-").replace("-", "_")))
-    named = re.findall(r"--[a-z-]+|\bPROMPT\b", text or "")
-    return text if all(option in options for option in named) else None
+    return text if all(option in options for option in re.findall(r"--[a-z-]+|\bPROMPT\b", text or "")) else None
 
 
 def takes_only_options(error: click.ClickException) -> bool:
