@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -62,18 +62,8 @@ model_options = option_group(
 )
 
 
-def model_argument(command: Callable) -> Callable:
-    """Decorator: the value of --model may also be given as an argument, as in `vllm serve MODEL`."""
-
-    @click.argument(MODEL_ARGUMENT, required=False, metavar="[MODEL]")
-    @wraps(command)
-    def run(*arguments: Any, **options: Any) -> Any:
-        options["model"] = options.pop(MODEL_ARGUMENT) or options["model"]
-        return command(*arguments, **options)
-
-    return run
-
-
+# The value of --model may also be given as an argument, as in `vllm serve MODEL`.
+model_argument = click.argument(MODEL_ARGUMENT, required=False, metavar="[MODEL]")
 kv_cache_dtype_option = option_of(LoadOptions, "kv_cache_dtype", "Memory and speed")
 random_weights_option = option_of(LoadOptions, "random_weights", "Model")
 # These decide how much memory a model takes, so `minirt plan` also has them.

@@ -136,10 +136,9 @@ def record_line(request: dict[str, Any], completion: "Completion", several: bool
     random draws. `drafts`: whether there may be drafts, whose numbers are then printed, also if they are 0.
     """
     record = request | ({"sample": completion.index} if several else {})
-    for name in ("prompt_token_ids", "token_ids", "text", "finish_reason", "cached_tokens"):
-        record[name] = getattr(completion, name)
-    for name in ("time_to_first_token_s", "decode_tokens_per_s", "peak_memory_bytes"):
-        record[name] = getattr(completion, name) or None
+    fields = "prompt_token_ids", "token_ids", "text", "finish_reason", "cached_tokens"
+    numbers = "time_to_first_token_s", "decode_tokens_per_s", "peak_memory_bytes"
+    record |= {name: getattr(completion, name) for name in fields} | {name: getattr(completion, name) or None for name in numbers}
     if completion.error is not None:
         record["error"] = str(completion.error)
     if completion.logprobs is not None:
