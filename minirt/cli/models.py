@@ -63,7 +63,7 @@ def _row(name: str, hub_id: str | None, device: "torch.device | AbsentGPU") -> d
     from minirt.models import build
 
     config = find(name, None, need_weights=False)[1]
-    plain, fp8, int4 = (Model(config, build(config), form and Quantization(form)) for form in (None, "fp8", "int4"))
+    plain, fp8, int4 = (Model(config, build(config), form) for form in (None, Quantization("fp8"), Quantization("int4")))
     # The options to try, with the model that they give and the lowest compute capability; the first needs none.
     options = [("", plain, (0, 0)), ("--fp8", fp8, (8, 9)), ("--quantize int4", int4, (8, 0))]
     if device.type == "cpu":
