@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 class _Dtype:
     dtype: str | None = setting(
-        "bfloat16, float16 or float32. Default: bfloat16; on a CPU float32.", kind=("bfloat16", "float16", "float32"), metavar="TEXT")
+        "bfloat16, float16 or float32. Default: bfloat16; on a CPU float32.", metavar="TEXT",
+        kind=("bfloat16", "float16", "float32"))
 
 
 kernel_options = option_group(None, options_of(_Dtype, "", title="Model"), option_of(LoadOptions, "device", "Model"))
