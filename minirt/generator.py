@@ -180,7 +180,7 @@ class Generator:
         """
         all_at_once = progress or self.max_waiting is not None  # else the others are prepared while the first ones run
         call = self._prepare(prompts, params, priority, is_single(prompts), None if all_at_once else self.max_num_seqs)
-        self._finish(call, progress)
+        self._finish(call, progress, "token_ids")
         return call.result()
 
     def completions(self, prompts: Sequence[Prompt], params: Params = None, *, priority: Priority = 0) -> "Completions":
@@ -240,7 +240,7 @@ class Generator:
         """
         self._engine.wake()
         call = self._processor.prepare_scores(prompts, completions, priority)
-        self._finish(call, progress)
+        self._finish(call, progress, "prompt_token_ids")
         return call.scores()
 
     def warm_prompt(self, prompt: Prompt) -> int:
@@ -274,7 +274,7 @@ class Generator:
         try:
             self._engine.submit([request], outputs)
             (output,) = outputs.get()
-        finally:  # such as KeyboardInterrupt
+        finally:  # after an interrupt, it still runs
             self._engine.abort([request.id])
         if output.logits is None:
             raise output.error or EngineError("the engine returned no logits", where=self.name)
@@ -371,12 +371,12 @@ class Generator:
         self._engine.wake()  # it wakes up while the prompts are encoded and checked
         return self._processor.prepare(prompts, params, priority, single=single, first=first)
 
-    def _finish(self, call: Call, progress: bool) -> None:
-        """Run requests until all have ended. The progress bar counts new tokens, or those of prompts that are only scored."""
+    def _finish(self, call: Call, progress: bool, counted: str) -> None:
+        """Run requests until all have ended. The progress bar counts the tokens of this field of each completion."""
         with closing(self._run(call, final_only=True)) as pieces, prompt_bar(len(call.streams), progress) as advance:
             for stream, piece in pieces:
                 if piece.finish_reason is not None:
-                    advance(n_finished=1, n_tokens=len(stream.completion.token_ids or stream.completion.prompt_token_ids))
+                    advance(n_finished=1, n_tokens=len(getattr(stream.completion, counted)))
 
     def _run(self, call: Call, **how: bool) -> abc.Generator[tuple[CompletionStream, Piece], None, None]:
         """Run requests until all have ended. Yields each piece with its stream. Closing the generator aborts them.
