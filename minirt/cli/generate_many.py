@@ -110,7 +110,7 @@ class _Results:
         pairs = [(request, result) for request, result in self.rows if result.token_ids or result.prompt_logprobs]
         done, new = [result for _, result in pairs], sum(len(result.token_ids) for _, result in pairs)
         prompts = {request.line: len(result.prompt_token_ids) for request, result in pairs}  # samples share one
-        text = f"{output.counted(len(prompts), 'prompt')} of {sum(prompts.values())} tokens"
+        text = f"{len(prompts)} prompt{'s' * (len(prompts) != 1)} of {sum(prompts.values())} tokens"
         if len(done) > len(prompts):
             text += f" · {len(done)} samples"
         text += f" · {new} new tokens in {seconds:.2f} s, {new / seconds:.1f} tokens/s"
