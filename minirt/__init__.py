@@ -25,12 +25,11 @@ __all__ = [
     "SpeculativeOptions", "StructuredOutputsParams", "__version__", "patch", "unpatch",
 ]  # fmt: skip
 
+# Module → what it has of these.
 _HOMES = {
-    "AsyncGenerator": "minirt.async_generator", "Completion": "minirt.outputs", "Generator": "minirt.generator",
-    "LoadOptions": "minirt.loading.options", "MinirtError": "minirt.errors", "Piece": "minirt.outputs",
-    "Samples": "minirt.outputs", "SamplingParams": "minirt.sampling_params", "Score": "minirt.outputs",
-    "SpeculativeOptions": "minirt.speculative.options", "StructuredOutputsParams": "minirt.structured.params",
-    "patch": "minirt.patching.model", "unpatch": "minirt.patching.model",
+    "async_generator": "AsyncGenerator", "errors": "MinirtError", "generator": "Generator", "loading.options": "LoadOptions",
+    "outputs": "Completion Piece Samples Score", "patching.model": "patch unpatch", "sampling_params": "SamplingParams",
+    "speculative.options": "SpeculativeOptions", "structured.params": "StructuredOutputsParams",
 }  # fmt: skip
 
 # In a checkout these three are symbolic links to folders next to this one. In an installed package they are real folders.
@@ -43,9 +42,9 @@ for _part in ("kernels", "models", "bench"):
         )
 
 
-
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    home = next((module for module, names in _HOMES.items() if name in names.split()), None)
+    if home is None:
         from minirt.foreign_names import python_hint
 
         if (hint := python_hint(name)) is not None and name[:1].isupper():  # `from minirt import LLM`
@@ -54,4 +53,4 @@ def __getattr__(name: str) -> Any:
     from minirt.threads import limit_spinning
 
     limit_spinning()  # before PyTorch is imported, which has an effect only then
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(f"minirt.{home}"), name)

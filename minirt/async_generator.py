@@ -25,6 +25,7 @@ from minirt.outputs import Completion, CompletionStream, Piece, Score
 from minirt.processor import AnyPrompt, Call, Messages, Params, Priority, Prompt, Prompts, is_single
 from minirt.progress import LoadProgress
 from minirt.sampling_params import OF_SAMPLING, SamplingParams
+from minirt.settings import Integer
 
 MAX_UNREAD = 4096  # the default of `AsyncGenerator`
 _LONG = 2000  # characters or tokens: from here on, encoding takes longer than a change of threads
@@ -50,10 +51,7 @@ class AsyncGenerator:
         if not isinstance(generator, Generator):
             hint, shown = "await AsyncGenerator.from_pretrained(…) loads a model by its name", repr(generator)[:80]
             raise InputError("not a generator", where="generator", expected="a minirt.Generator", found=shown, hint=hint)
-        if type(max_unread) is not int or max_unread < 1:
-            expected, shown = "an integer >= 1", repr(max_unread)[:80]
-            raise InputError("not an acceptable value", where="max_unread", expected=expected, found=shown)
-        self.generator, self._max_unread = generator, max_unread
+        self.generator, self._max_unread = generator, Integer(1)(max_unread, "max_unread", InputError)
         self._ports: dict[asyncio.AbstractEventLoop, _LoopPort] = {}
         self._lock = threading.Lock()
 
@@ -63,8 +61,7 @@ class AsyncGenerator:
         progress: LoadProgress | None = None, **options: Any,
     ) -> "AsyncGenerator":  # fmt: skip
         """Load a model in a worker thread, which also calls `progress`. Other arguments: see `Generator.from_pretrained`."""
-        load = Generator.from_pretrained
-        return cls(await asyncio.to_thread(load, model, progress=progress, **options), max_unread=max_unread)
+        return cls(await asyncio.to_thread(Generator.from_pretrained, model, progress=progress, **options), max_unread=max_unread)
 
     @overload
     async def generate(self, prompts: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Completion: ...
@@ -123,16 +120,13 @@ class AsyncGenerator:
     ) -> AsyncGeneration[tuple[Piece, Completion], None]:
         """Like `stream`, but each piece comes with the completion that it belongs to, so far."""
         call = await self._prepare(prompt, params, priority, single=True)
-        async with aclosing(self._run(call, self._max_unread)) as pieces:
+        async with aclosing(self._run(call, self._max_unread, raises=True)) as pieces:
             async for stream, piece in pieces:
-                if stream.completion.error is not None:
-                    raise stream.completion.error
                 yield piece, stream.completion
 
     async def encode_chat(self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of a conversation through the chat template, for `stream` and `generate`; see `Generator.encode_chat`."""
-        limit = self.generator.max_len - 1
-        return await asyncio.to_thread(self.generator.encode_chat, messages, limit, chat_template_kwargs)
+        return await asyncio.to_thread(self.generator.encode_chat, messages, self.generator.max_len - 1, chat_template_kwargs)
 
     async def close(self) -> None:
         """Close the generator. Open requests of all its callers end with an error."""
@@ -158,17 +152,17 @@ class AsyncGenerator:
                 pass
 
     async def _run(
-        self, call: Call, limit: int | None = None, *, final_only: bool = False
+        self, call: Call, limit: int | None = None, **how: bool
     ) -> AsyncGeneration[tuple[CompletionStream, Piece], None]:
         """Run a call's requests to their ends, yielding each new piece and its stream; left early, it aborts.
 
         Args:
             limit: outputs that may wait for the reader. None: the caller reads at once.
-            final_only: see `CallDriver`.
+            how: see `CallDriver`.
         """
         port = self._port()
         reader = _Reader(limit, lambda: port.abort(list(call.open)))
-        with CallDriver(call, port, reader, final_only=final_only) as driver:
+        with CallDriver(call, port, reader, **how) as driver:
             driver.start()
             while call.open:
                 if not reader.unread:

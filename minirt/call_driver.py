@@ -21,10 +21,11 @@ class CallDriver:
         engine: gets the requests.
         sink: gets their outputs, which the caller gives to `push`.
         final_only: the caller reads only complete results. Without effect on requests with stop strings, which end here.
+        raises: `push` raises the error of a request that failed.
     """
 
-    def __init__(self, call: Call, engine: Port, sink: Sink, *, final_only: bool = False) -> None:
-        self._call, self._engine, self._sink, self._final_only = call, engine, sink, final_only
+    def __init__(self, call: Call, engine: Port, sink: Sink, *, final_only: bool = False, raises: bool = False) -> None:
+        self._call, self._engine, self._sink, self._final_only, self._raises = call, engine, sink, final_only, raises
 
     def start(self) -> None:
         """Submit all requests. Raises as `parts`."""
@@ -62,6 +63,8 @@ class CallDriver:
             del self._call.open[output.request_id]
             if output.finish_reason is None:
                 self._engine.abort([output.request_id])
+            if self._raises and output.error is not None:
+                raise output.error
         return stream, piece
 
     def abort(self) -> int:

@@ -2,6 +2,7 @@
 
 import dis
 import os
+import re
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -96,15 +97,14 @@ def pick_device(device: str) -> torch.device:
     """
     if device == "auto":
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    kind, _, number = str(device).partition(":")
-    if kind not in ("cpu", "cuda") or (number and not number.isdecimal()) or (kind == "cpu" and number):
-        raise DeviceError("unknown device", where="--device", expected="auto, cpu, cuda or cuda:N", found=device)
-    if kind == "cpu":
+    if str(device) == "cpu":
         return torch.device("cpu")
+    if (named := re.fullmatch("cuda(?::([0-9]*))?", str(device))) is None:
+        raise DeviceError("unknown device", where="--device", expected="auto, cpu, cuda or cuda:N", found=device)
     if not torch.cuda.is_available():
         hint = "use --device cpu, or install a CUDA build of torch"
         raise DeviceError("no usable CUDA device", where=f"--device {device}", hint=hint)
-    index, count = int(number or 0), torch.cuda.device_count()
+    index, count = int(named[1] or 0), torch.cuda.device_count()
     if index >= count:
         raise DeviceError("no such device", where="--device", expected=f"below cuda:{count}", found=device)
     return torch.device("cuda", index)

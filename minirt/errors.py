@@ -1,7 +1,7 @@
 """The exception classes. Every message says what is wrong, where, what was expected and found, and what to do."""
 
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from minirt.wording import worded, worded_place
 
@@ -58,9 +58,14 @@ class MinirtError(Exception):
             text += f" ({worded(self.hint)})"
         return printable(text)
 
+    def changed(self, **changes: Any) -> Self:
+        """The same error with other arguments."""
+        names = ("what", "where", "expected", "found", "hint")
+        return type(self)(**{name: getattr(self, name) for name in names} | changes)
+
     def at(self, where: object) -> Self:
-        """The same error with another `where`: the caller's own name for the value."""
-        return type(self)(self.what, where=where, expected=self.expected, found=self.found, hint=self.hint)
+        """The same error with another `where`: the caller's name for the value."""
+        return self.changed(where=where)
 
     def copy(self) -> Self:
         """The same error as another exception: one exception must not be raised in several threads."""
@@ -76,13 +81,6 @@ class MinirtError(Exception):
     def is_usage(self) -> bool:
         """Whether an option of the command line has a value that it does not take: `where` begins with the option."""
         return str(self.where).startswith("--")
-
-    def __reduce__(self) -> tuple:
-        return _rebuild, (type(self), self.what, self.where, self.expected, self.found, self.hint)
-
-
-def _rebuild(cls: type[MinirtError], what: str, where: object, expected: object, found: object, hint: str | None) -> MinirtError:
-    return cls(what, where=where, expected=expected, found=found, hint=hint)
 
 
 class ConfigError(MinirtError):

@@ -14,6 +14,7 @@ from typing import Any
 from minirt.errors import MinirtError, quoted
 
 _HINT = "get the file again"
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 # O_NONBLOCK: opening a named pipe must not wait for a writer. Some systems lack some of these flags.
 _FLAGS = os.O_RDONLY
 for _name in ("O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY", "O_BINARY"):
@@ -48,7 +49,8 @@ def read_bytes(path: Path, *, limit: int, error: type[MinirtError]) -> bytes:
         try:
             status = os.fstat(file)
             if not stat.S_ISREG(status.st_mode):
-                raise error("is not a regular file", where=path, found=_kind(status.st_mode), hint=_HINT)
+                kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a special file")
+                raise error("is not a regular file", where=path, found=kind, hint=_HINT)
             content, size = bytearray(), status.st_size
             # Some regular files, such as those in /proc, state a size of 0, so the bytes are counted.
             while size <= limit and (block := os.read(file, 1 << 20)):
@@ -118,8 +120,3 @@ def replace_file(file: Path, content: bytes) -> None:
         os.replace(temporary, file)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _kind(mode: int) -> str:
-    kinds = {stat.S_ISDIR: "a folder", stat.S_ISFIFO: "a named pipe", stat.S_ISCHR: "a device", stat.S_ISBLK: "a device"}
-    return next((name for test, name in kinds.items() if test(mode)), "a special file")

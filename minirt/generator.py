@@ -6,7 +6,7 @@ import time
 import weakref
 from collections import Counter, abc
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -179,8 +179,7 @@ class Generator:
             MinirtError: a request failed, or a prompt is refused. Use `completions` to get the others.
         """
         all_at_once = progress or self.max_waiting is not None  # else the others are prepared while the first ones run
-        at_once = None if all_at_once else self.max_num_seqs
-        call = self._prepare(prompts, params, priority, is_single(prompts), at_once)
+        call = self._prepare(prompts, params, priority, is_single(prompts), None if all_at_once else self.max_num_seqs)
         self._finish(call, progress, "token_ids")
         return call.result()
 
@@ -207,13 +206,14 @@ class Generator:
         The prompt is checked by this call, and runs from the first piece on. With `n` > 1, the pieces of all samples come as
         they are generated; `Piece.sample` tells them apart. Several streams may be open at once: they share the engine's steps.
         """
-        return _pieces(self.stream_completion(prompt, params, priority=priority))
+        return (piece for piece, _ in self.stream_completion(prompt, params, priority=priority))
 
     def stream_completion(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> abc.Generator[tuple[Piece, Completion], None, None]:
         """Like `stream`, but each piece comes with the completion that it belongs to, so far."""
-        return _with_completions(self._run(self._prepare(prompt, params, priority, single=True)))
+        running = self._run(self._prepare(prompt, params, priority, single=True), raises=True)
+        return ((piece, stream.completion) for stream, piece in running)
 
     @overload
     def score(self, prompts: Prompt, completions: Prompt, *, priority: int = 0, progress: bool = False) -> Score: ...
@@ -275,9 +275,8 @@ class Generator:
         try:
             self._engine.submit([request], outputs)
             (output,) = outputs.get()
-        except BaseException:  # such as KeyboardInterrupt
+        finally:  # after an interrupt, it still runs
             self._engine.abort([request.id])
-            raise
         if output.logits is None:
             raise output.error or EngineError("the engine returned no logits", where=self.name)
         return output.logits
@@ -366,11 +365,8 @@ class Generator:
     def model(self) -> Model:
         """The model: layers, weights and chosen implementations."""
         if self._model is None:
-            raise self._closed()
+            raise EngineError("the generator is closed", where=self.name)
         return self._model
-
-    def _closed(self) -> EngineError:
-        return EngineError("the generator is closed", where=self.name)
 
     def _prepare(self, prompts: Any, params: Any, priority: Any, single: bool, first: int | None = None) -> Call:
         self._engine.wake()  # it wakes up while the prompts are encoded and checked
@@ -378,50 +374,23 @@ class Generator:
 
     def _finish(self, call: Call, progress: bool, counted: str) -> None:
         """Run requests until all have ended. The progress bar counts the tokens of this field of each completion."""
-        bar = prompt_bar(len(call.streams)) if progress else nullcontext()
-        with closing(self._run(call, final_only=True)) as pieces, bar as advance:
+        with closing(self._run(call, final_only=True)) as pieces, prompt_bar(len(call.streams), progress) as advance:
             for stream, piece in pieces:
-                if advance is not None and piece.finish_reason is not None:
+                if piece.finish_reason is not None:
                     advance(n_finished=1, n_tokens=len(getattr(stream.completion, counted)))
 
-    def _run(self, call: Call, final_only: bool = False) -> abc.Generator[tuple[CompletionStream, Piece], None, None]:
+    def _run(self, call: Call, **how: bool) -> abc.Generator[tuple[CompletionStream, Piece], None, None]:
         """Run requests until all have ended. Yields each piece with its stream. Closing the generator aborts them.
 
-        `final_only`: see `CallDriver`.
+        `how`: see `CallDriver`.
         """
         outputs: SimpleQueue[list[TokenOutput]] = SimpleQueue()
-        with CallDriver(call, self._engine, outputs, final_only=final_only) as driver:
+        with CallDriver(call, self._engine, outputs, **how) as driver:
             for _ in driver.parts():
                 while not outputs.empty():  # one may have ended, or hold a stop string
-                    yield from _pushed(driver, outputs.get())
-            while call.open:
-                if self._model is None:
-                    raise self._closed()
-                yield from _pushed(driver, outputs.get())
-
-
-def _pushed(driver: CallDriver, outputs: list[TokenOutput]) -> Iterator[tuple[CompletionStream, Piece]]:
-    """The new pieces of outputs, with their streams."""
-    for output in outputs:
-        if (new := driver.push(output)) is not None:
-            yield new
-
-
-def _with_completions(
-    running: abc.Generator[tuple[CompletionStream, Piece], None, None],
-) -> abc.Generator[tuple[Piece, Completion], None, None]:
-    """What `stream_completion` yields. Raises the error of a request that failed."""
-    with closing(running):  # now, not at garbage collection
-        for stream, piece in running:
-            if stream.completion.error is not None:
-                raise stream.completion.error
-            yield piece, stream.completion
-
-
-def _pieces(running: abc.Generator[tuple[Piece, Completion], None, None]) -> Iterator[Piece]:
-    with closing(running):
-        for piece, _ in running:
-            yield piece
+                    yield from filter(None, map(driver.push, outputs.get()))
+            while call.open and self.model is not None:  # `model` raises if the generator is closed
+                yield from filter(None, map(driver.push, outputs.get()))
 
 
 def _end_ids(tokens: Any, vocab_size: int) -> tuple[int, ...]:
@@ -431,7 +400,7 @@ def _end_ids(tokens: Any, vocab_size: int) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-class Completions:
+class Completions(Iterator[tuple[int, Any]]):
     """Running requests of many prompts. Iterating yields (index of the prompt, its result) in the order of finishing.
 
     A result is a `Completion`, or `Samples` if `n` is above 1. `all` lists every result so far, in the order of the prompts;
@@ -443,9 +412,6 @@ class Completions:
         self.all = call.results
         self._open = Counter(stream.prompt for stream in call.streams)  # samples of each prompt that are not over
         self._pieces = pieces
-
-    def __iter__(self) -> Iterator[tuple[int, Any]]:
-        return self
 
     def __next__(self) -> tuple[int, Any]:
         for stream, piece in self._pieces:

@@ -206,11 +206,8 @@ class CompletionStream:
                     text += self.decoder.flush()
         count = len(tokens)
         done.token_ids += tokens
-        if output.times:
-            started = self.started
-            done.token_times_s += [known - started for known in output.times[:count]]
-        else:
-            done.token_times_s += [time.perf_counter() - self.started] * count
+        times, started = output.times or (time.perf_counter(),) * count, self.started
+        done.token_times_s += [known - started for known in times[:count]]
         done.finish_reason = finish_reason
         # What a stop string leaves out are right drafts: an output has at least one other token.
         left = len(output.token_ids) - count
@@ -225,23 +222,19 @@ class CompletionStream:
     def _up_to_stop(self, decoder: IncrementalDecoder, output: TokenOutput) -> tuple[str, tuple[int, ...], str | None]:
         """Text and tokens of an output up to a stop string, and how the request has ended, if it has. Tokens after one do not
         count."""
-        before, text, last = len(self.completion.token_ids), "", len(output.token_ids)
-        for i, token in enumerate(output.token_ids, 1):
-            new, stopped = self._decode(decoder, token, before + i, output.finish_reason if i == last else None)
+        sampling, text, last = self.completion.sampling, "", len(output.token_ids)
+        for count, token in enumerate(output.token_ids, 1):
+            finish_reason = output.finish_reason if count == last else None
+            left_out = finish_reason == "stop"  # the token that ends the text is not part of it
+            check = len(self.completion.token_ids) + count > sampling.min_tokens
+            new = "" if left_out and not sampling.include_stop_str_in_output else decoder.push(token)
+            new, stopped = self.stops.push(new, check)
             text += new
+            if finish_reason is not None and not stopped:  # at the end nothing is held back
+                new, stopped = self.stops.push(decoder.flush(), check)
+                text += new if stopped else new + self.stops.flush()
+                if left_out:
+                    text += self.stops.end(token)
             if stopped:
-                return text, output.token_ids[:i], "stop"
+                return text, output.token_ids[:count], "stop"
         return text, output.token_ids, output.finish_reason
-
-    def _decode(self, decoder: IncrementalDecoder, token: int, count: int, finish_reason: str | None) -> tuple[str, bool]:
-        """The text that the `count`-th token completes, and whether a stop string was found. At the end nothing is held back."""
-        sampling, left_out = self.completion.sampling, finish_reason == "stop"  # the token that ends the text is not part of it
-        text = "" if left_out and not sampling.include_stop_str_in_output else decoder.push(token)
-        check = count > sampling.min_tokens
-        text, stopped = self.stops.push(text, check)
-        if finish_reason is not None and not stopped:
-            tail, stopped = self.stops.push(decoder.flush(), check)
-            text += tail if stopped else tail + self.stops.flush()
-            if left_out:
-                text += self.stops.end(token)
-        return text, stopped

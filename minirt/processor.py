@@ -77,14 +77,10 @@ class Processor:
         self, engine: EngineLike, name: str, tokenizer: Tokenizer | None, generation_config: dict | None,
         eos_token_ids: Sequence[int], vocab_size: int, peak_memory: Callable[[], int] = lambda: 0,
     ) -> None:  # fmt: skip
-        self._engine, self._name, self._tokenizer, self._peak_memory = engine, name, tokenizer, peak_memory
+        self.engine, self._name, self._tokenizer, self._peak_memory = engine, name, tokenizer, peak_memory
         self._vocab_size = vocab_size
         self._generation_config, self._eos_token_ids = generation_config, tuple(eos_token_ids)
-
-    @property
-    def keeps_states(self) -> bool:
-        """Whether the engine asks where the history of a conversation ends."""
-        return self._engine.keeps_states
+        resolve_sampling(None, {})  # reads the table of settings that are not supported, so that no request waits for it
 
     def encode(self, prompt: Prompt, max_tokens: int | None = None) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer adds. Token ids are returned unchanged.
@@ -118,14 +114,11 @@ class Processor:
         if unused := [str(name) for name in variables if not text.template_uses(str(name))]:
             what = f"the model's chat template does not use {' or '.join(map(shortened, unused))}"
             raise InputError(what, where="chat_template_kwargs")
-        return text.encode_chat(list(messages), max_tokens, with_history=self.keeps_states, variables=variables)
+        return text.encode_chat(list(messages), max_tokens, with_history=self.engine.keeps_states, variables=variables)
 
     def check(self, token_ids: Sequence[int], params: SamplingParams | None = None) -> None:
         """See `Generator.check`."""
-        sampling = self.effective_sampling(params)
-        tokens = self._encode(token_ids, sampling)
-        sampling = self._after_reasoning(tokens, sampling)
-        self._engine.check(Request(-1, tokens, sampling, self._eos_token_ids, bad_words=self._bad_words(sampling)))
+        self.prepare(token_ids, params, single=True)
 
     def effective_sampling(self, params: SamplingParams | None) -> EffectiveSampling:
         """The values that a request will run with, and where each comes from."""
@@ -155,7 +148,10 @@ class Processor:
                 priorities differ, all are prepared now, because the engine must know them.
         """
         prompts, params = ([prompts], [_one(params)]) if single else _one_for_each(prompts, params)
-        priorities = _priorities(priority, len(prompts))
+        priorities = [priority] * len(prompts) if not isinstance(priority, list | tuple) else priority
+        if len(priorities) != len(prompts) or not set(map(type, priorities)) <= {int}:
+            expected, shown = "an integer, or one for each prompt (lower values run first)", repr(priority)[:80]
+            raise InputError("not an acceptable value", where="priority", expected=expected, found=shown)
         call = Call([], [], [], single)
         call.rest = self._prepared(call, prompts, params, priorities, cache_salt)
         for _ in islice(call.rest, None if len(set(priorities)) > 1 else first):
@@ -163,7 +159,7 @@ class Processor:
         return call
 
     def _prepared(
-        self, call: "Call", prompts: Sequence[Any], params: Sequence[Any], priorities: list[int], cache_salt: str | None
+        self, call: "Call", prompts: Sequence[Any], params: Sequence[Any], priorities: Sequence[int], cache_salt: str | None
     ) -> Iterator[int]:
         """Prepare one prompt after the other, adding it to the call. Yields their numbers."""
         bad_words: dict[int, tuple[tuple[int, ...], ...]] = {}  # of parameters by their identity: prompts often share them
@@ -176,10 +172,10 @@ class Processor:
                 if id(chosen) not in bad_words:
                     bad_words[id(chosen)] = self._bad_words(sampling)
                 first = Request(
-                    self._engine.new_id(), tokens, sampling, self._eos_token_ids, cache_salt, priorities[i],
+                    self.engine.new_id(), tokens, sampling, self._eos_token_ids, cache_salt, priorities[i],
                     history_len=_history_len(prompt, tokens), bad_words=bad_words[id(chosen)],
                 )  # fmt: skip
-                self._engine.check(first)
+                self.engine.check(first)
             if count > 1:
                 first = replace(first, group=first.id)
             for sample in range(count):
@@ -192,18 +188,16 @@ class Processor:
 
     def prepare_scores(self, prompts: Any, completions: Any, priority: Any = 0) -> "Call":
         """The requests that score completions after their prompts; see `Generator.score`. `Call.scores` has the results."""
-        single = is_single(prompts) and is_single(completions)
-        if single:
+        if single := is_single(prompts) and is_single(completions):
             completions = [completions]
         elif not isinstance(completions, list | tuple) or is_single(completions):
             expected, kind = "a list, as the prompts are, or one prompt", type(completions).__name__
             raise InputError("not a completion, or a list of completions", where="completions", expected=expected, found=kind)
         if is_single(prompts):
             prompts = [prompts] * len(completions)
-        elif not isinstance(prompts, list | tuple) or len(prompts) != len(completions):
-            shown = len(prompts) if isinstance(prompts, list | tuple) else type(prompts).__name__
+        elif _size(prompts) != len(completions):
             expected = f"one prompt, or a list of {len(completions)}, a prompt for each completion"
-            raise InputError("not the prompts of the completions", where="prompts", expected=expected, found=shown)
+            raise InputError("not the prompts of the completions", where="prompts", expected=expected, found=_size(prompts))
         pairs = []
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             with inside(f"prompts[{i}]" if len(prompts) > 1 else None):
@@ -235,7 +229,7 @@ class Processor:
             tokens = self.encode(prompt)
             count, tokens = len(tokens), tokens + self.encode(completion)
         else:
-            text, limit = self.text(), self._engine.max_len
+            text, limit = self.text(), self.engine.max_len
             tokens, alone = text.encode(f"{prompt}{completion}", limit), text.encode(str(prompt).rstrip(), limit)
             count = len(alone)
             if tokens[:count] != alone and len(tokens) > count:
@@ -255,7 +249,7 @@ class Processor:
     def _further_sample(self, first: Request, sample: int) -> Request:
         """The request of a further sample. The first one scores the prompt."""
         sampling = first.sampling.with_values(seed=(first.sampling.seed + sample) % 2**64, prompt_logprobs=None)
-        return replace(first, id=self._engine.new_id(), sampling=sampling)
+        return replace(first, id=self.engine.new_id(), sampling=sampling)
 
     def _stream(self, request: Request, prompt: int, sample: int) -> CompletionStream:
         sampling, decoder = request.sampling, None
@@ -282,13 +276,13 @@ class Processor:
         """The number of tokens above which a prompt is refused without tokenizing it. None: it will be truncated."""
         sampling = params if isinstance(params, EffectiveSampling) else _one(params)
         if sampling is None or sampling.truncate_prompt_tokens is None:
-            return self._engine.max_len - (sampling is None or sampling.max_tokens != 0)
+            return self.engine.max_len - (sampling is None or sampling.max_tokens != 0)
         return None
 
     def _encode(self, prompt: Prompt, sampling: EffectiveSampling) -> list[int]:
         """Token ids of a prompt: all, or as many of the last ones as `sampling` keeps."""
         tokens, kept = self.encode(prompt, self.limit(sampling)), sampling.truncate_prompt_tokens
-        tokens = tokens if kept is None else tokens[-(self._engine.max_len - 1 if kept < 0 else kept) :]
+        tokens = tokens if kept is None else tokens[-(self.engine.max_len - 1 if kept < 0 else kept) :]
         if self._tokenizer is not None and self._tokenizer.vocab_size > self._vocab_size:
             self._check_known(tokens)
         return tokens
@@ -442,22 +436,14 @@ def _params_hint(params: Any) -> str | None:
 def _one_for_each(prompts: Any, params: Any) -> tuple[Sequence[Any], Sequence[Any]]:
     """The prompts, and as many SamplingParams."""
     if not isinstance(prompts, list | tuple):
-        kind, hint = type(prompts).__name__, _instead(prompts)
-        raise InputError("not a prompt, or a list of prompts", where="prompts", found=kind, hint=hint)
-    if isinstance(params, SamplingParams) or params is None:
-        params = [params] * len(prompts)
-    if not isinstance(params, list | tuple) or len(params) != len(prompts):
-        many = isinstance(params, list | tuple)
-        what, shown = "not one SamplingParams for each prompt", len(params) if many else type(params).__name__
-        expected = f"one for all, or a list of {len(prompts)}"
-        raise InputError(what, where="params", expected=expected, found=shown, hint=_params_hint(params))
+        raise InputError("not a prompt, or a list of prompts", where="prompts", found=_size(prompts), hint=_instead(prompts))
+    params = [params] * len(prompts) if isinstance(params, SamplingParams | None) else params
+    if _size(params) != len(prompts):
+        what, expected = "not one SamplingParams for each prompt", f"one for all, or a list of {len(prompts)}"
+        raise InputError(what, where="params", expected=expected, found=_size(params), hint=_params_hint(params))
     return prompts, params
 
 
-def _priorities(priority: Any, count: int) -> list[int]:
-    """A priority for each of `count` prompts."""
-    priorities = list(priority) if isinstance(priority, list | tuple) else [priority] * count
-    if len(priorities) != count or not set(map(type, priorities)) <= {int}:
-        expected, shown = "an integer, or one for each prompt (lower values run first)", repr(priority)[:80]
-        raise InputError("not an acceptable value", where="priority", expected=expected, found=shown)
-    return priorities
+def _size(values: Any) -> int | str:
+    """The length of a list or tuple; of anything else the name of its type, for messages."""
+    return len(values) if isinstance(values, list | tuple) else type(values).__name__

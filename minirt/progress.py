@@ -16,27 +16,20 @@ COMPILING = "compiling kernels"  # the stage of kernels that Triton's cache does
 
 @contextmanager
 def load_bars(enabled: bool = True) -> Iterator[LoadProgress | None]:
-    """Yield `progress(stage, done, total)`, or None if nothing is wanted.
+    """Yield `progress(stage, done, total)`, or None unless `enabled`.
 
     It draws one bar per stage on a terminal. When kernels are compiled, it says once that this does not happen at every start.
     """
-    if not enabled:
-        yield None
-        return
     tasks: dict[str, Any] = {}
-    with _bars() if sys.stderr.isatty() else nullcontext() as bars:
+    with _bars() if enabled and sys.stderr.isatty() else nullcontext() as bars:
 
         def progress(stage: str, done: int, total: int) -> None:
-            if stage == COMPILING and stage not in tasks:
-                if bars is None:
-                    sys.stderr.write(f"{_compiling()}\n")
-                else:
-                    bars.console.print(_compiling(), markup=False, highlight=False)
-            if bars is None:
-                tasks[stage] = None
-                return
             if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total, amount="")
+                if stage == COMPILING:
+                    sys.stderr.write(f"{_compiling()}\n")  # Rich puts it above the bars
+                tasks[stage] = None if bars is None else bars.add_task(stage, total=total, amount="")
+            if bars is None:
+                return
             amount = f"{done}/{total}"
             if stage == "weights":
                 amount = f"{format_size(done)}/{format_size(total)}"
@@ -44,7 +37,7 @@ def load_bars(enabled: bool = True) -> Iterator[LoadProgress | None]:
                 amount += f" {speed / 1e9:.1f} GB/s" if speed else ""
             bars.update(tasks[stage], completed=done, total=total, amount=amount)
 
-        yield progress
+        yield progress if enabled else None
 
 
 def _compiling() -> str:
@@ -70,14 +63,12 @@ class PromptBar:
         self._tokens += n_tokens
         if self._bars is not None:
             rate = self._tokens / max(time.perf_counter() - self._started, 1e-9)
-            amount = f"{self._finished}/{self._total} {rate:,.0f} tokens/s"
-            self._bars.update(self._task, completed=self._finished, amount=amount)
+            self._bars.update(self._task, completed=self._finished, amount=f"{self._finished}/{self._total} {rate:,.0f} tokens/s")
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
         """Hide the bar while a result is written, if stdout is a terminal too."""
-        drawn = self._bars is not None and sys.stdout.isatty()
-        if drawn:
+        if drawn := self._bars is not None and sys.stdout.isatty():
             self._bars.stop()
         try:
             yield
@@ -89,10 +80,7 @@ class PromptBar:
 @contextmanager
 def prompt_bar(total: int, enabled: bool = True) -> Iterator[PromptBar]:
     """Yield a `PromptBar` for `total` prompts. Call it as `advance(n_finished=1, n_tokens=k)` when a prompt is finished."""
-    if not enabled or not sys.stderr.isatty():
-        yield PromptBar(None, total)
-        return
-    with _bars() as bars:
+    with _bars() if enabled and sys.stderr.isatty() else nullcontext() as bars:
         yield PromptBar(bars, total)
 
 

@@ -8,19 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from minirt.errors import ConfigError, InputError, MinirtError, shortened
-from minirt.settings import (
-    Integer,
-    Number,
-    Settings,
-    documented,
-    is_token_id,
-    setting,
-    settings_of,
-    switch,
-    texts,
-    token_ids,
-)
+from minirt.errors import ConfigError, InputError, MinirtError, quoted, shortened
+from minirt.foreign_names import table
+from minirt.settings import Integer, Number, Settings, is_token_id, setting, settings_of, switch, texts, token_ids
 from minirt.structured.params import StructuredOutputsParams
 
 DEFAULT_MAX_TOKENS = 256
@@ -28,19 +18,6 @@ MAX_LOGPROBS = 20
 MAX_PROMPT_LOGPROBS = 16_000_000  # listed tokens of one prompt; each takes about 145 bytes on the host
 _FILE = "generation_config.json"
 _MAX_IDS, _MAX_STOPS = 1024, 16  # entries that a request of the server may list
-
-# Settings of generation_config.json that change the output of transformers and that minirt does not support, with the
-# values that mean "off" (null and empty always do). `resolve` reports those that are set.
-_NOT_SUPPORTED: dict[str, tuple] = {
-    **dict.fromkeys(("encoder_repetition_penalty", "typical_p", "guidance_scale"), (1,)),
-    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), (1,)),
-    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), (0,)),
-    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "penalty_alpha", "diversity_penalty"), (0,)),
-    **dict.fromkeys(("bad_words_ids", "force_words_ids", "constraints", "sequence_bias", "watermarking_config"), ()),
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "forced_decoder_ids", "suppress_tokens"), ()),
-    **dict.fromkeys(("begin_suppress_tokens", "exponential_decay_length_penalty", "dola_layers", "top_h"), ()),
-    **dict.fromkeys(("max_length", "max_time", "token_healing"), ()),
-}
 
 
 _BIAS = Number(-100, 100, text="token ids with numbers from -100 to 100")
@@ -77,8 +54,6 @@ def _structured(value: Any, place: str, error: type[MinirtError], hint: str | No
         raise refused.at(f"{place}{str(refused.where).removeprefix('StructuredOutputsParams')}") from refused
 
 
-@documented
-@dataclass(frozen=True, kw_only=True)
 class SamplingParams(Settings):
     """How to choose tokens and when to stop. None means "not set": generation_config.json or a default decides.
 
@@ -179,28 +154,26 @@ class SamplingParams(Settings):
         if self.n > 1 and self.temperature == 0:
             place, expected = "SamplingParams.n", "1 with temperature 0: all samples would be equal"
             raise InputError("greedy decoding has one sample", where=place, expected=expected, found=self.n)
-        if self.max_tokens == 0:
-            expected = _MAX_TOKENS.text
-            if self.prompt_logprobs is None:
-                _contradiction("max_tokens", "asks for nothing without prompt_logprobs", expected, 0)
-            for name, unset in (("n", 1), ("structured_outputs", None)):
-                if (value := getattr(self, name)) != unset:
-                    _contradiction(name, "is about new tokens, and max_tokens is 0", "max_tokens of 1 or more", value)
-        if self.truncate_prompt_tokens == 0:
-            _contradiction("truncate_prompt_tokens", "leaves no token of the prompt", _TRUNCATED.text, 0)
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            _contradiction("allowed_token_ids", "allows no token", "at least one token id, or None for all", "none")
-        if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            _contradiction("min_tokens", "is above max_tokens", f"at most {self.max_tokens}", self.min_tokens)
-        if self.structured_outputs is not None and self.ignore_eos:
-            expected = "False: a text with structured_outputs ends with an end-of-sequence token"
-            _contradiction("ignore_eos", "leaves no token after the end of the grammar", expected, True)
-        if not self.detokenize:
-            for name in ("stop", "include_stop_str_in_output"):
-                if getattr(self, name):
-                    _contradiction(name, "needs the text, and detokenize is False", "detokenize=True", getattr(self, name))
-            if not self.skip_special_tokens:
-                _contradiction("skip_special_tokens", "is about the text, and detokenize is False", "detokenize=True", False)
+        scored, silent = self.max_tokens == 0, not self.detokenize  # no new tokens; no text
+        for wrong, name, what, expected in (
+            (scored and self.prompt_logprobs is None, "max_tokens", "asks for nothing without prompt_logprobs", _MAX_TOKENS.text),
+            (scored and self.n > 1, "n", "is about new tokens, and max_tokens is 0", "max_tokens of 1 or more"),
+            (scored and self.structured_outputs, "structured_outputs", "is about new tokens, and max_tokens is 0",
+             "max_tokens of 1 or more"),
+            (self.truncate_prompt_tokens == 0, "truncate_prompt_tokens", "leaves no token of the prompt", _TRUNCATED.text),
+            (self.allowed_token_ids == (), "allowed_token_ids", "allows no token", "at least one token id, or None for all"),
+            (self.max_tokens is not None and (self.min_tokens or 0) > self.max_tokens, "min_tokens", "is above max_tokens",
+             f"at most {self.max_tokens}"),
+            (self.structured_outputs and self.ignore_eos, "ignore_eos", "leaves no token after the end of the grammar",
+             "False: a text with structured_outputs ends with an end-of-sequence token"),
+            (silent and self.stop, "stop", "needs the text, and detokenize is False", "detokenize=True"),
+            (silent and self.include_stop_str_in_output, "include_stop_str_in_output", "needs the text, and detokenize is False",
+             "detokenize=True"),
+            (silent and not self.skip_special_tokens, "skip_special_tokens", "is about the text, and detokenize is False",
+             "detokenize=True"),
+        ):  # fmt: skip
+            if wrong:
+                _contradiction(name, what, expected, getattr(self, name))
 
 
 _SETTINGS = settings_of(SamplingParams)
@@ -276,7 +249,9 @@ def resolve(params: SamplingParams | None, generation_config: Mapping[str, Any] 
     for name, key in _IN_FILE.items() if config else ():
         stated = config.get(key)
         if stated is not None and getattr(params, name) is None:
-            value = _from_file(name, stated)  # also if it is not used: a malformed value is an error
+            check: Any = _LENGTH_IN_FILE if name == "max_tokens" else _SETTINGS[name].check
+            # Also if it is not used: a malformed value is an error.
+            value = check(stated, f"{_FILE}: {key}", ConfigError, f"correct the file, or set {name} yourself")
             if sampling or name not in _OF_DRAWS:
                 values[name], sources[name] = value, _FILE
     for name, value in vars(params).items():
@@ -299,9 +274,9 @@ def resolve(params: SamplingParams | None, generation_config: Mapping[str, Any] 
         expected = f"stop=[] beside the stop strings of {sources['stop']}"
         _contradiction("detokenize", "is False, and stop strings need the text", expected, values["stop"])
 
-    there = _NOT_SUPPORTED.keys() & config.keys()
-    stated = [(n, config[n]) for n in _NOT_SUPPORTED if n in there] if there else []
-    not_applied = tuple(f"{n}={value}" for n, value in stated if value not in (None, [], {}, False, *_NOT_SUPPORTED[n]))
+    off = table("generation_config")
+    stated = [(name, config[name]) for name in off if name in config] if off.keys() & config.keys() else []
+    not_applied = tuple(f"{name}={value}" for name, value in stated if value not in (None, [], {}, False, *off[name]))
     effective = object.__new__(EffectiveSampling)  # its __init__ sets one field after the other, which takes as long as all else
     vars(effective).update(values, sources=sources, not_applied=not_applied)
     return effective
@@ -312,13 +287,7 @@ def _checked_file(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
         return {}
     if not isinstance(config, Mapping):
         raise ConfigError("not a JSON object", where=_FILE, found=repr(config))
-    do_sample = config.get("do_sample")
-    if do_sample is not None and not isinstance(do_sample, bool):
-        place, shown = f"{_FILE}: do_sample", repr(do_sample)[:500]
-        raise ConfigError("not an acceptable value", where=place, expected="true or false", found=shown)
+    if not isinstance(do_sample := config.get("do_sample"), bool | None):
+        place = f"{_FILE}: do_sample"
+        raise ConfigError("not an acceptable value", where=place, expected="true or false", found=quoted(do_sample))
     return config
-
-
-def _from_file(name: str, value: object) -> Any:
-    check: Any = _LENGTH_IN_FILE if name == "max_tokens" else _SETTINGS[name].check
-    return check(value, f"{_FILE}: {_IN_FILE[name]}", ConfigError, f"correct the file, or set {name} yourself")

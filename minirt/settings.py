@@ -9,10 +9,10 @@ and the tables of docs/python-api.md (bench/tools/settings_tables.py).
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import Field, field
+from dataclasses import Field, dataclass, field
 from functools import cache
 from numbers import Integral, Real
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, dataclass_transform
 
 from minirt.errors import InputError, MinirtError, quoted
 from minirt.foreign_names import check_names
@@ -94,19 +94,22 @@ def setting(help: str, default: Any = None, **facts: Any) -> Any:
 
 
 def _records(kind: Any) -> dict[str, Setting]:
-    declared = {name: one for name, one in getattr(kind, "__dataclass_fields__", vars(kind)).items() if isinstance(one, Field)}
+    declared = getattr(kind, "__dataclass_fields__", vars(kind)).items()
     return {
         name: Setting(**one.metadata["setting"], name=name, type=kind.__annotations__[name], default=one.default)
-        for name, one in declared.items()
-    }
+        for name, one in declared if isinstance(one, Field)
+    }  # fmt: skip
 
 
 settings_of: Callable[[Any], dict[str, Setting]] = cache(_records)
 """Name → record of the settings of a class, in their order."""
 
 
+@dataclass_transform(kw_only_default=True, frozen_default=True)
 class Settings:
-    """Base of dataclasses of settings. Refuses names that they do not have, with what to write instead, and checks values.
+    """Base of classes of settings, which become frozen dataclasses with the settings in their docstrings, before "Raises:".
+
+    Refuses names that they do not have, with what to write instead, and checks values.
 
     Attributes:
         _error, _name_error: the classes of errors: of values, and of names.
@@ -120,6 +123,12 @@ class Settings:
     _elsewhere: ClassVar[Mapping[str, str]] = {}
     _python: ClassVar[str | None] = None
     _unnamed: ClassVar[int] = 0
+
+    def __init_subclass__(cls, kw_only: bool = True) -> None:
+        dataclass(frozen=True, kw_only=kw_only)(cls)
+        lines = [f"        {name}: {record.text}" for name, record in settings_of(cls).items()]
+        before, raises, after = str(cls.__doc__).partition("    Raises:\n")
+        cls.__doc__ = "\n".join((before.rstrip(), "", "    Args:", *lines, "", f"{raises}{after}" if raises else ""))
 
     def __new__(cls, *unnamed: Any, **given: Any) -> Any:
         known, too_many = settings_of(cls), unnamed[cls._unnamed :]
@@ -144,14 +153,6 @@ class Settings:
         object.__setattr__(self, name, value)  # the dataclass is frozen
 
 
-def documented(kind: Any) -> Any:
-    """Decorator: add the settings to the docstring of their dataclass, before "Raises:"."""
-    lines = [f"        {name}: {record.text}" for name, record in settings_of(kind).items()]
-    before, raises, after = kind.__doc__.partition("    Raises:\n")
-    kind.__doc__ = "\n".join((before.rstrip(), "", "    Args:", *lines, "", f"    {raises.strip()}\n{after}" if raises else ""))
-    return kind
-
-
 # --- checks ---
 
 
@@ -171,13 +172,9 @@ class Number:
         self, low: float, high: float = math.inf, note: str = "", *, open_low: bool = False, text: str | None = None
     ) -> None:
         self.low, self.high, self.open_low = low, high, open_low
-        kind = "an integer" if self.kind is Integral else "a number"
-        if high != math.inf:
-            between = f"above {low} and at most {high:,}" if open_low else f"from {low} to {high:,}"
-        else:
-            between = f">= {low}"
-            kind = kind.replace("a number", "a finite number")
-        self.text = text or f"{kind} {between}" + (f" ({note})" if note else "")
+        kind = "an integer" if self.kind is Integral else "a finite number" if high == math.inf else "a number"
+        bounded = f"above {low} and at most {high:,}" if open_low else f"from {low} to {high:,}"
+        self.text = text or f"{kind} {f'>= {low}' if high == math.inf else bounded}" + (f" ({note})" if note else "")
 
     def __call__(self, value: Any, place: str, error: type[MinirtError], hint: str | None = None) -> Any:
         if not isinstance(value, bool) and isinstance(value, self.kind):
@@ -187,8 +184,7 @@ class Number:
                 number = math.inf
             if (self.low < number if self.open_low else self.low <= number) and number <= self.high and number != math.inf:
                 return number
-        shown = repr(value)[:_SHOWN]
-        raise error("not an acceptable value", where=place, expected=self.text, found=shown, hint=hint)
+        raise error("not an acceptable value", where=place, expected=self.text, found=repr(value)[:_SHOWN], hint=hint)
 
 
 class Integer(Number):

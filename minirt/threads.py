@@ -65,20 +65,16 @@ def cgroup_quota(root: Path) -> float | None:
     quotas = []
     for line in groups:
         number, names, path = [*line.split(":", 2), "", ""][:3]
-        controllers = names.split(",")
         if number == "0" and names == "":
             mount, files = root / "sys/fs/cgroup", ["cpu.max"]
-        elif "cpu" in controllers:
+        elif "cpu" in names.split(","):
             mount, files = root / "sys/fs/cgroup" / "cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
         else:
             continue
         group = mount / path.lstrip("/")
         # In a container, the path may be the host's and not exist here, so the mount itself is always read.
-        for folder in (group, *group.parents):
-            if folder == mount or mount in folder.parents:
-                quotas.append(_limit(folder, files))
-    limits = [limit for limit in quotas if limit is not None]
-    return min(limits, default=None)
+        quotas += [_limit(folder, files) for folder in (group, *group.parents) if folder.is_relative_to(mount)]
+    return min([limit for limit in quotas if limit is not None], default=None)
 
 
 def _limit(folder: Path, files: list[str]) -> float | None:

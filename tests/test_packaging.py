@@ -91,7 +91,7 @@ def test_the_wheel_holds_the_runtime_and_nothing_else(wheel, content):
         described = archive.read(metadata).decode()
     embedded = {f"minirt/models/embedded/{path.name}" for path in (ROOT / "models" / "embedded").iterdir()}
     tables = {f"minirt/models/{path.name}" for path in (ROOT / "models").glob("*.json")}
-    others = {"minirt/py.typed", "minirt/server/page.html", "minirt/bench/compare/default_text.txt"}
+    others = {"minirt/py.typed", "minirt/foreign_names.toml", "minirt/server/page.html", "minirt/bench/compare/default_text.txt"}
     assert content == source_files() | embedded | tables | others
     assert wheel.stat().st_size <= 28_000_000
     assert any(name.endswith("licenses/LICENSE") for name in names)

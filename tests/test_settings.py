@@ -1,7 +1,7 @@
 """Records of settings: what follows from one, without a second declaration."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 import click
 import pytest
@@ -13,13 +13,11 @@ from minirt.errors import InputError
 from minirt.foreign_names import names
 from minirt.sampling_params import EffectiveSampling
 from minirt.server.options import ServerOptions
-from minirt.settings import Integer, Number, Settings, documented, setting, settings_of, switch, texts
+from minirt.settings import Integer, Number, Settings, setting, settings_of, switch, texts
 
 CLASSES = (LoadOptions, SamplingParams, ServerOptions, SpeculativeOptions, StructuredOutputsParams)
 
 
-@documented
-@dataclass(frozen=True, kw_only=True)
 class Example(Settings):
     """Settings of a test."""
 

@@ -114,8 +114,7 @@ class _Conversation:
                 raise
             stopped = True
         except InputError as error:
-            hint = "; ".join(filter(None, (error.hint, "/reset starts over")))
-            raise type(error)(error.what, where=error.where, expected=error.expected, found=error.found, hint=hint) from error
+            raise error.changed(hint="; ".join(filter(None, (error.hint, "/reset starts over")))) from error
         write("\n")
         if stopped:
             note("(stopped; Ctrl-C again ends the program)")
@@ -187,7 +186,6 @@ def _ask() -> str | None:
         except EOFError:
             return None
         except UnicodeDecodeError as error:
-            byte = f"byte 0x{error.object[error.start]:02x}"
-            raise InputError("not valid UTF-8", where="stdin", found=byte) from error
+            raise InputError("not valid UTF-8", where="stdin", found=f"byte 0x{error.object[error.start]:02x}") from error
         if line.strip():
             return line

@@ -1,12 +1,14 @@
 """What a shell completes after an option: values that are cheap to list. Imports neither PyTorch nor Triton."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
 from minirt.cli.gpus import GPU_NAMES
+from minirt.cli.help import MODEL_ARGUMENT
 
 _LAYERS = ("embedding", "layers.*.attention", "layers.*.mlp", "layers.0.attention", "layers.0.mlp", "select", "head")
 _IMPLEMENTATIONS = ("auto", "eager", "triton")
@@ -21,18 +23,15 @@ def attach(command: click.Command) -> None:
     """Let the options of a command, or of all commands in a group, complete their values."""
     for inner in getattr(command, "commands", {}).values():
         attach(inner)
+    parameter: Any
     for parameter in command.params:
-        complete = _models if parameter.name == "named" else _completer(parameter.opts[0], parameter.metavar)
-        if complete is not None:
-            parameter.shell_complete = complete  # type: ignore[method-assign, assignment]
-
-
-def _completer(option: str, metavar: str | None) -> Callable[[click.Context, str], list[CompletionItem]] | None:
-    if option == "--model":
-        return _models
-    if metavar == "FILE":
-        return lambda context, incomplete: [CompletionItem(incomplete, type="file")]
-    return partial(_begun, _VALUES[option]) if option in _VALUES else None
+        option = parameter.opts[0]
+        if parameter.name == MODEL_ARGUMENT or option == "--model":
+            parameter.shell_complete = _models
+        elif parameter.metavar == "FILE":
+            parameter.shell_complete = lambda context, incomplete: [CompletionItem(incomplete, type="file")]
+        elif option in _VALUES:
+            parameter.shell_complete = partial(_begun, _VALUES[option])
 
 
 def _begun(values: Iterable[str], context: click.Context, incomplete: str) -> list[CompletionItem]:

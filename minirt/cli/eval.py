@@ -1,7 +1,6 @@
 """`minirt eval`: measures the quality of a model."""
 
 import warnings
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -51,17 +50,14 @@ def perplexity_command(
         shared.require_tokenizer(generator, "--text")
         try:
             with load_bars(not quiet) as bars:
-                progress = bars and partial(bars, "tokens")
-                result = perplexity(generator, text, window=max_length, stride=stride, progress=progress)
+                result = perplexity(generator, text, window=max_length, stride=stride, progress=bars and partial(bars, "tokens"))
         except InputError as error:  # name the options, not the arguments
             raise error.at({"window": "--max-length", "stride": "--stride"}.get(str(error.where), error.where or file)) from error
         dtype, plan = str(generator.model.dtype).removeprefix("torch."), generator.plan
         if output_format == "json":
-            record = {
-                "model": generator.name, "device": str(generator.device), "weight_bytes": plan.weight_bytes, "dtype": dtype,
-                "formats": plan.formats, "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte,
-            }  # fmt: skip
-            write(json_line(record | vars(result)))
+            record = {"model": generator.name, "device": str(generator.device), "weight_bytes": plan.weight_bytes, "dtype": dtype}
+            measured = {"perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte} | vars(result)
+            write(json_line(record | {"formats": plan.formats} | measured))
             return
         facts = printable(generator.name), dtype, *plan.formats, f"{format_size(plan.weight_bytes)} of weights", generator.device
         write(f"model          {' · '.join(map(str, facts))}\n")
@@ -72,9 +68,7 @@ def perplexity_command(
 
 
 @evaluate.command("fp8", short_help="Print the error of FP8 rounding in each linear layer.")
-@option_group(
-    "Model", shared.model_option, *(option_of(LoadOptions, name, "Model") for name in ("revision", "device", "dtype")),
-)  # fmt: skip
+@option_group("Model", shared.model_option, *(option_of(LoadOptions, name, "Model") for name in ("revision", "device", "dtype")))
 @option_group(
     "Measurement",
     click.option("--text", "file", required=True, metavar="FILE", help="UTF-8 text to take activations from; - is stdin."),
@@ -99,17 +93,15 @@ def fp8_command(file: str, num_tokens: int | None, output_format: str, quiet: bo
     from minirt.bench.report import as_text
 
     load = shared.to_load_options(options, name, impl="eager", max_num_seqs=1, kv_cache_memory=_PAGES, warmup=False)
-    with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "on a CPU, quantized weights")  # the command is about errors, not speed
-        plain = stack.enter_context(shared.open_generator(load, quiet))
-        shared.require_tokenizer(plain, "--text")
-        if plain.plan.formats:
-            raise InputError("the checkpoint is quantized already", where="--model", found=plain.plan.checkpoint)
-        most = plain.model.max_model_len
-        if num_tokens is not None and num_tokens > most:
-            raise InputError("more than the model has positions for", where="--num-tokens", expected=most, found=num_tokens)
-        in_fp8 = replace(load, quantization="fp8", quantize_head=True)
-        quantized = stack.enter_context(shared.open_generator(in_fp8, quiet))
-        errors = format_errors(plain.model, quantized.model, plain.encode(text)[: num_tokens or min(512, most)])
+        with shared.open_generator(load, quiet) as plain:
+            shared.require_tokenizer(plain, "--text")
+            if plain.plan.formats:
+                raise InputError("the checkpoint is quantized already", where="--model", found=plain.plan.checkpoint)
+            most = plain.model.max_model_len
+            if num_tokens is not None and num_tokens > most:
+                raise InputError("more than the model has positions for", where="--num-tokens", expected=most, found=num_tokens)
+            with shared.open_generator(replace(load, quantization="fp8", quantize_head=True), quiet) as quantized:
+                errors = format_errors(plain.model, quantized.model, plain.encode(text)[: num_tokens or min(512, most)])
     write("".join(json_line(error._asdict()) for error in errors) if output_format == "json" else as_text(table(errors)))

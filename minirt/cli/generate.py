@@ -10,7 +10,7 @@ import click
 from minirt.cli import options as shared
 from minirt.cli import output
 from minirt.cli.files import read_text, shown_name
-from minirt.cli.generate_many import Printing, generate_many
+from minirt.cli.generate_many import generate_many
 from minirt.cli.help import command, option_group, option_in
 from minirt.errors import inside, quoted
 
@@ -61,10 +61,11 @@ def generate(
     shared.require_chat(chat, system, variables if many is None else None)
     if verbose and not as_json:
         raise click.UsageError("--verbose needs --json, which prints the values")
+    printing = output.Printing(as_json, verbose, quiet)
     if many is not None:
         if prompts or files:
             raise click.UsageError("--prompts cannot be combined with PROMPT or --prompt-file")
-        generate_many(many, options, Printing(as_json, verbose, quiet), chat=chat, system=system, variables=variables)
+        generate_many(many, options, printing, chat=chat, system=system, variables=variables)
         return
     if not (prompts or files) and not sys.stdin.isatty():
         prompts = tuple(filter(None, [_piped()]))
@@ -96,11 +97,8 @@ def generate(
                         samples = completion.outputs
                 done += samples
                 for completion in samples:
-                    if as_json:
-                        drafts = generator.speculative is not None
-                        output.write(output.record_line({"prompt": text}, completion, params.n > 1, verbose, drafts))
-                    else:
-                        output.write(output.text_line(completion, shows_text, True) if params.n > 1 else "\n")
+                    streamed = not as_json and params.n == 1
+                    output.write("\n" if streamed else printing.line(generator, {"prompt": text}, completion, params.n > 1))
                 if not quiet:
                     output.note(output.completion_summary(generator, samples))
         output.warn_incomplete(done)

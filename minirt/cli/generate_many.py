@@ -3,12 +3,13 @@
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from minirt.cli import output
 from minirt.cli.files import read_file, shown_name
 from minirt.cli.options import named_by_option, open_model, sampling_params
+from minirt.cli.output import Printing
 from minirt.cli.process import finishing
 from minirt.errors import InputError
 from minirt.progress import prompt_bar
@@ -20,15 +21,6 @@ if TYPE_CHECKING:
     from minirt.outputs import Completion
 
 _SHOWN = 5  # line numbers in a message
-
-
-@dataclass(frozen=True)
-class Printing:
-    """How results are printed. `verbose`: in JSON with all sampling values. `quiet`: without notes."""
-
-    as_json: bool
-    verbose: bool
-    quiet: bool
 
 
 def generate_many(
@@ -56,8 +48,7 @@ def generate_many(
     conversations = any(request.kind == "messages" for request in requests)
     if variables is not None and not chat and not conversations:
         hint = "--chat applies the chat template; so do messages"
-        what = f"is for conversations, and {shown_name(name)} has none"
-        raise InputError(what, where="--chat-template-kwargs", hint=hint)
+        raise InputError(f"is for conversations, and {shown_name(name)} has none", where="--chat-template-kwargs", hint=hint)
     with open_model(options, printing.quiet, texts, chat or conversations) as generator:
         inputs = [request.encode(generator, chat, system, variables) for request in requests]
         results = _Results(printing, generator)
@@ -78,12 +69,9 @@ def generate_many(
                     if not chat:
                         plain = [completion for request, completion in results.rows if request.kind == "prompt"]
                         output.note_template(generator, plain, printing.quiet)
-    failed = [(request, completion.error) for request, completion in results.rows if completion.error is not None]
-    if failed:
-        error = failed[0][1]
-        what = f"{len(failed)} of {len(completions)} requests failed: {error.what}"
-        place = f"{shown_name(name)} {_lines([request.line for request, _ in failed])}"
-        raise type(error)(what, where=place, expected=error.expected, found=error.found, hint=error.hint)
+    if failed := [(request, completion.error) for request, completion in results.rows if completion.error is not None]:
+        what = f"{len(failed)} of {len(completions)} requests failed: {failed[0][1].what}"
+        raise failed[0][1].changed(what=what, where=f"{shown_name(name)} {_lines([request.line for request, _ in failed])}")
 
 
 def _run(generator: "Generator", requests: "Sequence[PromptLine]", inputs: list[list[int]], results: "_Results") -> None:
@@ -101,9 +89,8 @@ class _Results:
     """The samples of all requests so far, in the order of the file, and their printing. A finished one has a finish_reason."""
 
     def __init__(self, printing: Printing, generator: "Generator") -> None:
-        self.printing = printing
+        self.printing, self._generator = printing, generator
         self.rows: list[tuple[PromptLine, Completion]] = []
-        self._has_tokenizer, self._drafts = generator.tokenizer is not None, generator.speculative is not None
         self._next = 0  # index of the first row not printed yet
 
     def print(self, rest: bool = False) -> None:
@@ -115,12 +102,7 @@ class _Results:
                 if not completion.token_ids:
                     continue
                 completion = replace(completion, finish_reason="abort")
-            several = request.params.n > 1
-            if self.printing.as_json:
-                text = output.record_line(request.record(), completion, several, self.printing.verbose, self._drafts)
-            else:
-                text = output.text_line(completion, self._has_tokenizer, several)
-            output.write(text)
+            output.write(self.printing.line(self._generator, request.record(), completion, request.params.n > 1))
 
     def summary(self, seconds: float) -> str:
         """Totals of prompts, tokens and time, and the lines of unfinished and omitted requests."""

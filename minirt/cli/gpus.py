@@ -2,7 +2,6 @@
 
 import re
 from contextlib import suppress
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,6 +9,7 @@ import click
 from minirt.cli.help import option_in
 from minirt.cli.output import write
 from minirt.errors import DeviceError, InputError
+from minirt.foreign_names import similar
 from minirt.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -97,12 +97,7 @@ def _is_named(name: str, mib: int, plain: str, size_gb: int | None) -> bool:
 
 
 def _similar(plain: str) -> list[str]:
-    """At most three GPUs whose names begin with `plain`; else those with which it begins; else those spelled nearly like it."""
-    names = {_parts(name)[0]: [other for other in _KNOWN if _parts(other)[0] == _parts(name)[0]] for name in _KNOWN}
-    if not plain:
-        return []
-    short = {words.removeprefix("rtx"): words for words in names}
-    near = [words for bare, words in short.items() if words.startswith(plain) or bare.startswith(plain)]
-    near = near or [words for bare, words in short.items() if plain.startswith((words, bare))]
-    near = near or [short[bare] for bare in get_close_matches(plain.removeprefix("rtx"), short, n=2, cutoff=0.7)]
-    return [name for words in near for name in names[words]][:3]
+    """At most three GPUs whose names begin with `plain`; else those with which it begins, or that are spelled nearly like it."""
+    bare, word = {name: _parts(name)[0].removeprefix("rtx") for name in _KNOWN}, plain.removeprefix("rtx")
+    near = [one for one in bare.values() if word and one.startswith(word)] or similar(word, bare.values())
+    return [name for name in _KNOWN if bare[name] in near][:3]

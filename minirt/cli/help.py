@@ -48,7 +48,10 @@ class Command(click.Command):
             raise
         if [parameter.name for parameter in order].count("model") + isinstance(given.get(MODEL_ARGUMENT), str) > 1:
             raise click.UsageError("two models, and a command has one (docs/fleets.md: several servers behind one address)", ctx)
-        return super().parse_args(ctx, args)
+        rest = super().parse_args(ctx, args)
+        if model := ctx.params.pop(MODEL_ARGUMENT, None):
+            ctx.params["model"] = model
+        return rest
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         lists: dict[str, list[tuple[str, str]]] = {title: [] for title in TITLES}

@@ -63,16 +63,14 @@ def _row(name: str, hub_id: str | None, device: "torch.device | AbsentGPU") -> d
     from minirt.models import build
 
     config = find(name, None, need_weights=False)[1]
-    plain, fp8 = Model(config, build(config)), Model(config, build(config), Quantization("fp8"))
-    # The options to try, with the model and the dtype that they give; the first needs none.
-    ways = [("", plain, torch.bfloat16)]
-    if device.type == "cpu" or compute_capability(device) >= (8, 9):
-        ways.append(("--fp8", fp8, torch.bfloat16))
-    if device.type == "cpu" or compute_capability(device) >= (8, 0):
-        ways.append(("--quantize int4", Model(config, build(config), Quantization("int4")), torch.bfloat16))
+    plain, fp8, int4 = (Model(config, build(config), form) for form in (None, Quantization("fp8"), Quantization("int4")))
+    # The options to try, with the model that they give and the lowest compute capability; the first needs none.
+    options = [("", plain, (0, 0)), ("--fp8", fp8, (8, 9)), ("--quantize int4", int4, (8, 0))]
     if device.type == "cpu":
-        narrow = [(f"--dtype bfloat16 {option}".rstrip(), model, dtype) for option, model, dtype in ways]
+        narrow = [(f"--dtype bfloat16 {option}".rstrip(), model, torch.bfloat16) for option, model, _ in options]
         ways = [("", plain, torch.float32), *narrow]
+    else:
+        ways = [(option, model, torch.bfloat16) for option, model, least in options if compute_capability(device) >= least]
     fits = None
     for option, model, dtype in ways:
         model.dtype = model.kv_dtype = dtype

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -62,18 +62,8 @@ model_options = option_group(
 )
 
 
-def model_argument(command: Callable) -> Callable:
-    """Decorator: the value of --model may also be given as an argument, as in `vllm serve MODEL`."""
-
-    @click.argument(MODEL_ARGUMENT, required=False, metavar="[MODEL]")
-    @wraps(command)
-    def run(*arguments: Any, **options: Any) -> Any:
-        options["model"] = options.pop(MODEL_ARGUMENT) or options["model"]
-        return command(*arguments, **options)
-
-    return run
-
-
+# The value of --model may also be given as an argument, as in `vllm serve MODEL`.
+model_argument = click.argument(MODEL_ARGUMENT, required=False, metavar="[MODEL]")
 kv_cache_dtype_option = option_of(LoadOptions, "kv_cache_dtype", "Memory and speed")
 random_weights_option = option_of(LoadOptions, "random_weights", "Model")
 # These decide how much memory a model takes, so `minirt plan` also has them.
@@ -99,9 +89,7 @@ warm_prompt_option = option_in(
 chat_options = option_group(
     "Prompts",
     click.option("--chat", is_flag=True, help="Treat each prompt as a user message: apply the chat template."),
-    click.option(
-        "--system", metavar="TEXT", help="With --chat: the system message; an empty one replaces the template's default."
-    ),
+    click.option("--system", help="With --chat: the system message; an empty one replaces the template's default."),
 )
 template_option = option_in(
     "Prompts", "--chat-template-kwargs", "variables", type=JSON_OBJECT,
@@ -123,25 +111,23 @@ def output_format_option(*formats: str) -> Callable:
 
     The command gets `output_format`.
     """
+    return option_group(
+        "Output",
+        click.option("--json", "as_json", is_flag=True, is_eager=True, help="Print JSON: the same as -o json."),
+        click.option(
+            "--output-format", "-o", type=click.Choice(formats), default=formats[0], show_default=True, callback=_output_format,
+            help="How to print the results.",
+        ),
+    )
 
-    def decorate(command: Callable) -> Callable:
-        @wraps(command)
-        def run(*arguments: Any, as_json: bool, output_format: str, **options: Any) -> Any:
-            source = click.get_current_context().get_parameter_source("output_format")
-            if as_json and output_format != "json" and source is not ParameterSource.DEFAULT:
-                raise click.UsageError(f"--json is --output-format json, and excludes --output-format {output_format}")
-            return command(*arguments, output_format="json" if as_json else output_format, **options)
 
-        return option_group(
-            "Output",
-            click.option("--json", "as_json", is_flag=True, help="Print JSON: the same as -o json."),
-            click.option(
-                "--output-format", "-o", type=click.Choice(formats), default=formats[0], show_default=True,
-                help="How to print the results.",
-            ),
-        )(run)
-
-    return decorate
+def _output_format(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    """The value of --output-format, or "json" with --json, which is parsed before it."""
+    if not context.params.pop("as_json", False):
+        return value
+    if value != "json" and context.get_parameter_source("output_format") is not ParameterSource.DEFAULT:
+        raise click.UsageError(f"--json is --output-format json, and excludes --output-format {value}")
+    return "json"
 
 
 report_format_option = output_format_option("text", "md", "csv", "json", "jsonl")
@@ -167,10 +153,8 @@ def sampling_params(options: dict[str, Any]) -> "SamplingParams":
     values = given(SamplingParams, options) | {"structured_outputs": _structured_outputs(options)}
     if "logit_bias" in values:
         values["logit_bias"] = biases(values["logit_bias"])
-    try:
+    with named_by_option():
         return SamplingParams(**values)
-    except InputError as error:
-        raise _by_options(error) from error
 
 
 def _structured_outputs(options: dict[str, Any]) -> dict[str, Any] | None:
@@ -188,12 +172,6 @@ def _structured_outputs(options: dict[str, Any]) -> dict[str, Any] | None:
     return fields or None
 
 
-def _flag(error: MinirtError) -> str:
-    """The option that sets the sampling field which an error names, and the rest of its `where`."""
-    field, comma, place = str(error.where).removeprefix("SamplingParams.").partition(", ")
-    return f"{_flag_of(field.removeprefix('structured_outputs.'))}{comma}{place}"
-
-
 def _flag_of(field: str) -> str:
     """The option that changes the field's default; of `structured_outputs` the one that was given."""
     if field == "structured_outputs":
@@ -205,22 +183,23 @@ def _flag_of(field: str) -> str:
 
 def _by_options(error: MinirtError) -> MinirtError:
     """An error of a sampling field as the command line says it: with options in place of the names of fields."""
-    switched = {
+    options = {
         "detokenize is False": "--no-detokenize is given", "detokenize=True": "no --no-detokenize",
-        "json or json_object": "--json-schema or --json-object",
+        "json or json_object": "--json-schema or --json-object", **{name: _flag_of(name) for name in _SAMPLING if "_" in name},
     }  # fmt: skip
 
     def said(text: Any) -> Any:
-        if not isinstance(text, str):
-            return text
-        for name, option in switched.items():
-            text = text.replace(name, option)
-        fields = "|".join(name for name in _SAMPLING if "_" in name)
-        return re.sub(rf"(?<![\w-])(?:{fields})\b", lambda field: _flag_of(field[0]), text)
+        names = rf"(?<![\w-])(?:{'|'.join(options)})\b"
+        return re.sub(names, lambda name: options[name[0]], text) if isinstance(text, str) else text
 
-    field = str(error.where).removeprefix("SamplingParams.").removeprefix("structured_outputs.")
-    what, hint = said(error.what.removeprefix(f"{field} ")), said(error.hint)
-    return type(error)(what, where=_flag(error), expected=said(error.expected), found=error.found, hint=hint)
+    field, comma, place = _field(error)
+    what, flag = said(error.what.removeprefix(f"{field} ")), f"{_flag_of(field)}{comma}{place}"
+    return error.changed(what=what, where=flag, expected=said(error.expected), hint=said(error.hint))
+
+
+def _field(error: MinirtError) -> tuple[str, str, str]:
+    """The sampling field that an error names, a comma, and the rest of its `where`."""
+    return str(error.where).removeprefix("SamplingParams.").removeprefix("structured_outputs.").partition(", ")
 
 
 @contextmanager
@@ -237,7 +216,7 @@ def named_by_option(place: str | None = None, keys: Collection[str] = ()) -> Ite
         flags = {flag for parameter in parameters for flag in (*parameter.opts, *parameter.secondary_opts)}
         field = str(error.where).removeprefix("SamplingParams.").partition(", ")[0].partition(".")[0]
         named = error
-        if not error.is_usage and field not in keys and _flag(error).partition(", ")[0] in flags:
+        if not error.is_usage and field not in keys and _flag_of(_field(error)[0]) in flags:
             named = _by_options(error)
         if place is not None and (keys or not named.is_usage):
             named = named.at(f"{named.where}, {place}") if named.is_usage else named.within(place)
@@ -354,9 +333,7 @@ def encode_prompt(
             raise TokenizerError("the model has no chat template", where="--chat", found=generator.name, hint=hint)
         before = [] if system is None else [{"role": "system", "content": system}]
         return generator.encode_chat([*before, {"role": "user", "content": text}], most, variables)
-    if generator.tokenizer is not None:
-        return generator.encode(text, most)
-    return token_ids(generator.name, text)
+    return token_ids(generator.name, text) if generator.tokenizer is None else generator.encode(text, most)
 
 
 def token_ids(model: str, text: str) -> list[int]:

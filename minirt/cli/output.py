@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -81,8 +82,7 @@ def note_template(generator: "Generator", completions: Sequence["Completion"], q
     if not completions or generator.tokenizer is None or not generator.tokenizer.has_chat_template:
         return
     texts = [completion for completion in completions if completion.sampling.detokenize]
-    empty = sum(completion.finish_reason == "stop" and not completion.text.strip() for completion in texts)
-    if empty:
+    if empty := sum(completion.finish_reason == "stop" and not completion.text.strip() for completion in texts):
         what = "the text is empty" if len(texts) == 1 else f"{empty} of {len(texts)} texts are empty"
         warnings.warn(f"{what}; the model has a chat template that was not applied: --chat applies it", stacklevel=2)
     elif not quiet:
@@ -91,8 +91,7 @@ def note_template(generator: "Generator", completions: Sequence["Completion"], q
 
 def warn_incomplete(completions: Sequence["Completion"]) -> None:
     """Warn of structured texts that were cut: such a text is no whole JSON, for example."""
-    cut = [one for one in completions if one.finish_reason == "length" and one.sampling.structured_outputs is not None]
-    if cut:
+    if cut := [one for one in completions if one.finish_reason == "length" and one.sampling.structured_outputs is not None]:
         what = "the text is incomplete" if len(completions) == 1 else f"{len(cut)} of {len(completions)} texts are incomplete"
         limits = {one.sampling.max_tokens for one in cut if len(one.token_ids) >= one.sampling.max_tokens}
         end = f"--max-tokens {', '.join(map(str, sorted(limits)))}" if limits else "the end of the context"
@@ -109,6 +108,27 @@ def _ends_blank(completion: "Completion") -> bool:
     return may and 2 * sum(map(str.isspace, end)) > len(end)
 
 
+@dataclass(frozen=True)
+class Printing:
+    """How results are printed. `verbose`: in JSON with all sampling values. `quiet`: without notes."""
+
+    as_json: bool
+    verbose: bool
+    quiet: bool
+
+    def line(self, generator: "Generator", request: dict[str, Any], completion: "Completion", several: bool) -> str:
+        """A completion as a line for stdout. `request`: the fields of JSON that describe it. `several`: it is one of samples.
+
+        On a terminal, the text of one of several samples has its number above; files and pipes get the text alone. Without a
+        text, the line has the token ids.
+        """
+        if self.as_json:
+            return record_line(request, completion, several, self.verbose, generator.speculative is not None)
+        texts = generator.tokenizer is not None and completion.sampling.detokenize
+        text = completion.text if texts else " ".join(map(str, completion.token_ids))
+        return (click.style(f"sample {completion.index}\n", dim=True) if several and sys.stdout.isatty() else "") + text + "\n"
+
+
 def record_line(request: dict[str, Any], completion: "Completion", several: bool, verbose: bool, drafts: bool) -> str:
     """What --json prints for a completion, after the fields of its request. Missing values are null.
 
@@ -116,17 +136,15 @@ def record_line(request: dict[str, Any], completion: "Completion", several: bool
     random draws. `drafts`: whether there may be drafts, whose numbers are then printed, also if they are 0.
     """
     record = request | ({"sample": completion.index} if several else {})
-    for name in ("prompt_token_ids", "token_ids", "text", "finish_reason", "cached_tokens"):
-        record[name] = getattr(completion, name)
-    for name in ("time_to_first_token_s", "decode_tokens_per_s", "peak_memory_bytes"):
-        record[name] = getattr(completion, name) or None
+    fields = "prompt_token_ids", "token_ids", "text", "finish_reason", "cached_tokens"
+    numbers = "time_to_first_token_s", "decode_tokens_per_s", "peak_memory_bytes"
+    record |= {name: getattr(completion, name) for name in fields} | {name: getattr(completion, name) or None for name in numbers}
     if completion.error is not None:
         record["error"] = str(completion.error)
     if completion.logprobs is not None:
         record["cumulative_logprob"] = finite(completion.cumulative_logprob)
     for name in ("logprobs", "prompt_logprobs"):
-        rows = getattr(completion, name)
-        if rows is not None:
+        if (rows := getattr(completion, name)) is not None:
             record[name] = [None if row is None else logprobs_record(row) for row in rows]
     effective = completion.sampling
     if effective.temperature > 0:
@@ -171,14 +189,6 @@ def load_summary(generator: "Generator") -> str:
 def counted(number: int, noun: str) -> str:
     """"1 token", "2 tokens"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def text_line(completion: "Completion", has_tokenizer: bool, several: bool) -> str:
-    """A completion's text, or else its token ids, as a line for stdout. On a terminal, one of `several` samples has its number
-    above; files and pipes get the text alone."""
-    texts = has_tokenizer and completion.sampling.detokenize
-    text = completion.text if texts else " ".join(map(str, completion.token_ids))
-    return (click.style(f"sample {completion.index}\n", dim=True) if several and sys.stdout.isatty() else "") + text + "\n"
 
 
 def completion_summary(generator: "Generator", samples: Sequence["Completion"]) -> str:

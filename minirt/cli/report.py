@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 class _Dtype:
-    dtype: str | None = setting("bfloat16, float16 or float32. Default: bfloat16; on a CPU float32.")
+    dtype: str | None = setting(
+        "bfloat16, float16 or float32. Default: bfloat16; on a CPU float32.", metavar="TEXT",
+        kind=("bfloat16", "float16", "float32"))
 
 
 kernel_options = option_group(None, options_of(_Dtype, "", title="Model"), option_of(LoadOptions, "device", "Model"))
@@ -45,9 +47,4 @@ def kernel_dtype(name: str | None, cuda: bool) -> "torch.dtype":
     """The dtype that --dtype names; without it bfloat16 on a GPU, float32 on a CPU."""
     import torch
 
-    from minirt.modeling.config import DTYPES
-
-    name = name or ("bfloat16" if cuda else "float32")
-    if name not in DTYPES:
-        raise click.BadParameter(f"{name!r} is none of {', '.join(DTYPES)}", param_hint="--dtype")
-    return getattr(torch, name)
+    return getattr(torch, name or ("bfloat16" if cuda else "float32"))

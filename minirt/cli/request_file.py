@@ -96,8 +96,7 @@ def _request(line: bytes, number: int, place: str, params: SamplingParams) -> Pr
         if key not in known:
             near = similar(key, known, 1)
             hint = _hint(key) or (f"did you mean {near[0]}?" if near else None)
-            place, expected = f"{place}, {json.dumps(key)}", f"one of {', '.join(known)}"
-            raise InputError("unknown key", where=place, expected=expected, hint=hint)
+            raise InputError("unknown key", where=f"{place}, {json.dumps(key)}", expected=f"one of {', '.join(known)}", hint=hint)
     value = {key: item for key, item in value.items() if item is not None}
     kinds = [kind for kind in _KINDS if kind in value]
     if len(kinds) != 1:

@@ -41,24 +41,19 @@ def _read_config(context: click.Context, parameter: click.Parameter, value: str 
             known |= {name.lstrip("-"): (option, name in option.secondary_opts) for name in option.opts + option.secondary_opts}
     defaults: dict[str, Any] = {}
     for key, stated in content.items():
-        name, place, shown = str(key).replace("_", "-"), f"{value}: {str(key)[:80]}", repr(stated)[:80]
+        name, place = str(key).replace("_", "-"), f"{value}: {str(key)[:80]}"
         if name not in known or name in ("config", "help"):
             hint = option_hint(f"--{name}", {f"--{option}" for option in known}) or "minirt serve --help lists them"
             raise InputError("there is no such option", where=place, hint=hint)
         option, negative = known[name]
-        dest = option.name or ""
-        if dest in defaults:
+        if option.name in defaults:
             raise InputError("sets an option that another name has set", where=place)
-        if option.is_flag:
-            if not isinstance(stated, bool):
-                raise InputError("not an acceptable value", where=place, expected="true or false", found=shown)
-            defaults[dest] = stated is not negative
-            continue
         several = stated if isinstance(stated, list) and option.multiple else [stated]
-        if any(text is None or isinstance(text, dict | list | bool) for text in several):
-            raise InputError("not an acceptable value", where=place, found=shown)
-        texts = [str(text) for text in several]  # so that they are read as on the command line
-        defaults[dest] = texts if option.multiple else texts[0]
+        if any(isinstance(one, dict | list | None) or isinstance(one, bool) != option.is_flag for one in several):
+            expected = "true or false" if option.is_flag else None
+            raise InputError("not an acceptable value", where=place, expected=expected, found=repr(stated)[:80])
+        texts = [str(one) for one in several]  # so that they are read as on the command line
+        defaults[str(option.name)] = stated is not negative if option.is_flag else texts if option.multiple else texts[0]
     context.default_map = {**(context.default_map or {}), **defaults}
 
 
@@ -83,8 +78,7 @@ def serve(quiet: bool, **options: Any) -> None:
 
     SIGTERM or Ctrl-C lets running requests end; a second one ends at once.
     """
-    missing = [name for module, name in _PACKAGES.items() if find_spec(module) is None]
-    if missing:
+    if missing := [name for module, name in _PACKAGES.items() if find_spec(module) is None]:
         what = f"minirt serve needs packages that are not installed: {', '.join(missing)}"
         raise MinirtError(what, hint=f"pip install {' '.join(missing)}")
     from minirt.server.run import serve as run

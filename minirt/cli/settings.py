@@ -1,6 +1,5 @@
 """Options of commands from the records of settings (`minirt.settings`), and the values that a command line gives to settings."""
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
@@ -8,7 +7,7 @@ from typing import Any, get_args
 import click
 
 from minirt.cli.help import option_group
-from minirt.errors import InputError
+from minirt.errors import InputError, quoted
 from minirt.settings import settings_of
 from minirt.sizes import parse_size
 
@@ -52,13 +51,9 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{text!r} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{text!r} is not a JSON object")
-    return content
+    from minirt.files import parse_json
+
+    return parse_json(text, quoted(text), error=InputError, hint="")
 
 
 def token_count(text: str) -> int | None:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 import click
 
 from minirt.cli.help import Command
-from minirt.foreign_names import command_line_hint, similar
+from minirt.foreign_names import command_line_hint, similar, table
 
 # Commands → an option of others → why they do not have it, and what does.
 _NOT_HERE = {
@@ -17,38 +17,6 @@ _NOT_HERE = {
     },
 }
 _SHOWN = 3  # commands that a hint names
-# Short options of vLLM and llama.cpp → their long ones.
-_SHORT = {
-    "-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size", "-dp": "data_parallel_size",
-    "-c": "ctx_size", "-np": "parallel", "-ngl": "n_gpu_layers", "-ctk": "cache_type_k", "-ctv": "cache_type_v",
-    "-n": "n_predict", "-p": "prompt", "-f": "file", "-sys": "system_prompt", "-fa": "flash_attn",
-    "-sm": "split_mode", "-ts": "tensor_split", "-md": "model_draft", "-t": "n_threads",
-    "-b": "batch_size", "-ub": "ubatch_size", "-a": "alias", "-mg": "main_gpu", "-s": "seed", "-hf": "hf_repo",
-    "-ot": "override_tensor", "-ncmoe": "n_cpu_moe", "-cmoe": "cpu_moe", "-i": "interactive", "-cnv": "conversation",
-}  # fmt: skip
-# The options of llama-bench, which `minirt bench speed` resembles. Below `minirt bench`, these come before the others.
-_LLAMA_BENCH = {
-    **dict.fromkeys(("-p", "-n", "--n-prompt", "--n-gen"), "llama-bench's name; here minirt bench speed -p 512 -n 128"),
-    "-pg": "llama-bench's name; here minirt bench throughput, which times prompt and new tokens together",
-    **dict.fromkeys(("-d", "--n-depth"), "llama-bench's name; here minirt bench speed -c"),
-    **dict.fromkeys(("-r", "--repetitions"), "llama-bench's name; here --repeats"),
-}
-# Commands of vLLM, ollama, llama.cpp and transformers, and older ones of minirt → what to write here.
-_COMMANDS = {
-    **dict.fromkeys(("decode", "bench decode"), "here minirt bench speed -p 0"),
-    **dict.fromkeys(("prefill", "bench prefill"), "here minirt bench speed -n 0"),
-    **dict.fromkeys(("latency", "bench latency"), "here minirt bench throughput with one length of prompts and outputs"),
-    **dict.fromkeys(("run", "cli"), "minirt chat --model MODEL is a conversation, minirt generate PROMPT completes a text"),
-    **dict.fromkeys(("complete", "completions", "infer"), "here minirt generate PROMPT"),
-    **dict.fromkeys(("run-batch", "batch"), "here minirt generate --prompts FILE"),
-    **dict.fromkeys(("server", "api_server"), "here minirt serve"),
-    **dict.fromkeys(("pull", "download"), "not needed: the first command with --model ORG/NAME downloads the model"),
-    **dict.fromkeys(("list", "ls"), "minirt models lists the presets"),
-    **dict.fromkeys(("show", "info"), "here minirt plan --model MODEL"), "collect-env": "here minirt env",
-    "version": "here minirt --version; minirt env prints the versions of all packages",
-    "help": "here minirt --help, and minirt COMMAND --help",
-    "quantize": "not needed: --quantize fp8 or int4 quantizes while the model is loaded",
-}  # fmt: skip
 
 
 class Commands(click.Group):
@@ -62,7 +30,7 @@ class Commands(click.Group):
         if name in known or name.startswith("-"):
             return super().resolve_command(ctx, args)
         below = [path for path, _ in _commands(self, ctx.command_path) if path.endswith(f" {name}")]
-        hint = f"here {below[0]}" if below else _COMMANDS.get(name if ctx.parent is None else f"{ctx.info_name} {name}")
+        hint = f"here {below[0]}" if below else table("commands").get(name if ctx.parent is None else f"{ctx.info_name} {name}")
         near = [word for word in known if name and word.startswith(name)] or similar(name, known)
         guess = f" ({hint})" if hint else f". Did you mean {' or '.join(map(repr, near))}?" if near else ""
         raise click.UsageError(f"No such command '{name}'{guess}", ctx)
@@ -91,10 +59,9 @@ def for_option(error: click.NoSuchOption, arguments: Sequence[str]) -> str:
 
 def option_hint(name: str, options: Collection[str], command: str = "minirt") -> str | None:
     """What another program's option is called here, for "--name" or "-n" and a command with these options and arguments."""
-    text = _LLAMA_BENCH.get(name) if f"{command} ".startswith("minirt bench ") else None
-    text = text or command_line_hint(_SHORT.get(name, name.lstrip("-").replace("-", "_")))
-    named = re.findall(r"--[a-z-]+|\bPROMPT\b", text or "")
-    return text if all(option in options for option in named) else None
+    text = table("llama-bench").get(name) if f"{command} ".startswith("minirt bench ") else None
+    text = text or command_line_hint(table("short").get(name, name.lstrip("-").replace("-", "_")))
+    return text if all(option in options for option in re.findall(r"--[a-z-]+|\bPROMPT\b", text or "")) else None
 
 
 def takes_only_options(error: click.ClickException) -> bool:

@@ -4,13 +4,12 @@ Imports no torch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minirt.errors import ConfigError, InputError, MinirtError, inside, quoted
 from minirt.sampling_params import OF_SAMPLING
-from minirt.settings import Integer, Number, Settings, documented, setting, settings_of
+from minirt.settings import Integer, Number, Settings, setting, settings_of
 from minirt.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -45,8 +44,6 @@ def _share(value: Any, place: str, error: type[MinirtError], hint: str | None = 
     return Number(0, 1, open_low=True)(value, place, ConfigError, hint)
 
 
-@documented
-@dataclass(frozen=True, kw_only=True)
 class LoadOptions(Settings):
     """How to load a model.
 

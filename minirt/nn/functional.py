@@ -97,8 +97,7 @@ def linear_residual(
     if residual.shape[:-1] != x.shape[:-1]:
         expected = f"the leading dimensions {list(x.shape[:-1])} of x"
         raise InputError("wrong shape", where="residual", expected=expected, found=list(residual.shape))
-    out = call("linear_residual", _rows("x", x), weight, _rows("residual", residual), bias, scale)
-    return out.view(residual.shape)
+    return call("linear_residual", _rows("x", x), weight, _rows("residual", residual), bias, scale).view(residual.shape)
 
 
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:

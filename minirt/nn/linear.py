@@ -11,7 +11,7 @@ from minirt.kernels.checks import DTYPES, check_tensor
 from minirt.kernels.launch import require_fp8
 from minirt.modeling.formats import LinearFormat, QuantizedToFp8, QuantizedToInt4
 from minirt.nn import functional
-from minirt.nn.norm import Device, check_sizes, check_weight, parameter
+from minirt.nn.norm import Device, check_linear, check_sizes, check_weight, parameter
 
 
 class QuantizedLinear(nn.Module):
@@ -130,15 +130,13 @@ def pack_linears(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
         raise InputError("nothing to pack", where="linears", expected="at least one layer")
     first, seen = linears[0], set[int]()
     for i, linear in enumerate(linears):
-        check_weight(f"linears[{i}].weight", linear.weight, (None, first.in_features), first.weight if i else None)
+        check_linear(f"linears[{i}].", linear, first.in_features, first.weight if i else None)
         if id(linear.weight) in seen:
             raise InputError("the same parameter twice", where=f"linears[{i}].weight")
         seen.add(id(linear.weight))
         if (linear.bias is None) != (first.bias is None):
             expected = "no bias" if first.bias is None else "a bias"
             raise InputError("a bias in some layers only", where=f"linears[{i}].bias", expected=expected)
-        if linear.bias is not None:
-            check_weight(f"linears[{i}].bias", linear.bias, (linear.out_features,), first.weight)
     weight = pack_rows([linear.weight for linear in linears])
     return weight, None if first.bias is None else pack_rows([linear.bias for linear in linears])
 

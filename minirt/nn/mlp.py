@@ -10,7 +10,7 @@ from minirt.errors import InputError
 from minirt.kernels.activations import check_activation
 from minirt.nn import functional
 from minirt.nn.linear import pack_linears
-from minirt.nn.norm import Device, RMSNorm, check_sizes, check_weight, parameter
+from minirt.nn.norm import Device, RMSNorm, check_linear, check_sizes, check_weight, parameter
 
 _PACKED = ("gate_proj", "up_proj")
 
@@ -47,9 +47,7 @@ class GatedMLP(nn.Module):
         self.register_load_state_dict_pre_hook(_join)
 
     @classmethod
-    def from_linears(
-        cls, gate: nn.Linear, up: nn.Linear, down: nn.Linear, activation: str, norm: RMSNorm | None = None
-    ) -> Self:
+    def from_linears(cls, gate: nn.Linear, up: nn.Linear, down: nn.Linear, activation: str, norm: RMSNorm | None = None) -> Self:
         """The layer of three linear layers. Gate and up are packed once, see `pack_linears`; the parameters of down are shared.
 
         Raises:
@@ -81,9 +79,7 @@ def _check(gate: nn.Linear, down: nn.Linear, N: int, activation: str, norm: RMSN
     """Raise InputError unless down [H, N], its bias [H], the norm [K] and the activation fit gate, of K columns."""
     check_activation(activation)
     check_weight("gate.weight", gate.weight, (None, None))
-    check_weight("down.weight", down.weight, (None, N), gate.weight)
-    if down.bias is not None:
-        check_weight("down.bias", down.bias, (down.out_features,), gate.weight)
+    check_linear("down.", down, N, gate.weight)
     if norm is not None:
         check_weight("norm.weight", norm.weight, (gate.in_features,), gate.weight)
 

@@ -109,10 +109,8 @@ class RMSNormLinear(nn.Module):
         return joined
 
     def _share(self, norm: RMSNorm, linear: nn.Linear) -> None:
-        check_weight("weight", linear.weight, (None, None))
+        check_linear("", linear)
         check_weight("norm_weight", norm.weight, (linear.weight.shape[1],), linear.weight)
-        if linear.bias is not None:
-            check_weight("bias", linear.bias, (linear.weight.shape[0],), linear.weight)
         self.norm_weight, self.eps, self.weight = norm.weight, norm.eps, linear.weight
         self.bias = linear.bias
 
@@ -144,3 +142,10 @@ def check_weight(name: str, weight: Tensor, shape: tuple[int | None, ...], like:
         raise InputError("unsupported dtype", where=name, expected="bfloat16, float16 or float32", found=weight.dtype)
     other = weight if like is None else like
     check_tensor(name, weight, shape, other.dtype, other.device)
+
+
+def check_linear(name: str, linear: nn.Linear, columns: int | None = None, like: Tensor | None = None) -> None:
+    """`check_weight` of the weight of a linear layer, with so many columns, and of its bias. `name`: in front of theirs."""
+    check_weight(f"{name}weight", linear.weight, (None, columns), like)
+    if linear.bias is not None:
+        check_weight(f"{name}bias", linear.bias, (linear.weight.shape[0],), linear.weight)

@@ -174,8 +174,7 @@ def _check_and_apply(self: Any, convert: Any, recurse: bool = True) -> nn.Module
     for module, _ in _patched(self):
         for name, linear in _linears(module).items():
             if linear.weight.dtype == FP8 and convert(linear.weight.new_empty(0)).dtype != FP8:
-                hint = "cast the model before minirt.patch"
-                raise InputError("FP8 weights cannot be cast", where=f"{name}.weight", hint=hint)
+                raise InputError("FP8 weights cannot be cast", where=f"{name}.weight", hint="cast the model before minirt.patch")
     return type(self)._apply(self, convert, recurse)
 
 

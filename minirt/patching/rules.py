@@ -49,6 +49,7 @@ class Record:
         watched: (module, name) of each submodule that is not called as usual, because the kernels compute it.
         covers: submodules that have no row in the table.
         dtype: that of the weights; None: they are FP8.
+        activation: of an MLP. `cache`: the name of the cache's argument, "cache", or until transformers 5.23 "past_key_values".
     """
 
     how: str
@@ -57,24 +58,19 @@ class Record:
     covers: tuple[nn.Module, ...] = ()
     weights: tuple[Weights, ...] = ()
     dtype: torch.dtype | None = None
-
-
-@dataclass(kw_only=True)
-class MLPRecord(Record):
-    activation: str
+    activation: str = ""
+    cache: str = ""
 
 
 @dataclass(kw_only=True)
 class AttentionRecord(Record):
     """Attributes:
     rotate: QK-norm and rotary embedding: (module, q, k, cos, sin) → q, k.
-    cache: the name of the cache's argument, "cache", or until transformers 5.23 "past_key_values".
     interface: from the config to transformers' attention function.
     options: its arguments that differ between families.
     """
 
     rotate: Callable[..., tuple[Tensor, Tensor]]
-    cache: str
     interface: Callable[[Any], Callable[..., Any]]
     options: Callable[[Any], dict[str, Any]]
 
@@ -83,10 +79,8 @@ class AttentionRecord(Record):
 class LayerRecord(Record):
     """Attributes:
     attention, mlp: whether the norm before it and the residual after it are computed with its products.
-    cache: as that of `AttentionRecord`.
     """
 
-    cache: str
     attention: bool
     mlp: bool
 
@@ -100,9 +94,7 @@ class Patched:
         originals: the weights from before FP8 by the names of their linears; None: they were not kept.
     """
 
-    def __init__(
-        self, module: nn.Module, name: str, options: Options, originals: dict[str, Tensor | None] | None = None
-    ) -> None:
+    def __init__(self, module: nn.Module, name: str, options: Options, originals: dict[str, Tensor | None] | None = None) -> None:
         self.module, self.name, self.options = module, name, replace(options, shared=frozenset(), patched=True)
         self.originals = {} if originals is None else originals
         self.record: Any = None
@@ -128,8 +120,7 @@ class Patched:
 
     def is_called(self) -> bool:
         """Whether the module's forward is still that of `patch`."""
-        forward = vars(self.module).get("forward")
-        return self._rule is not None and getattr(forward, "func", None) is self._rule.forward
+        return self._rule is not None and getattr(vars(self.module).get("forward"), "func", None) is self._rule.forward
 
     @torch.compiler.assume_constant_result  # `torch.compile` runs it while it traces
     def renew(self) -> str | None:
@@ -214,7 +205,7 @@ def _mlp(module: Any, options: Options) -> Record | str:
         return f"no kernel computes its activation {type(module.act_fn).__name__}"
     how = f"gate and up packed, {activation} in the same kernel{_fp8(options)}"
     watched = _watched(module, "gate_proj", "up_proj", "down_proj", "act_fn")
-    return MLPRecord(how, products, watched, activation=activation, dtype=_dtype(module.gate_proj))
+    return Record(how, products, watched, activation=activation, dtype=_dtype(module.gate_proj))
 
 
 def _attention(module: Any, options: Options) -> Record | str:
@@ -287,7 +278,7 @@ def _mixture(module: Any, options: Options) -> Record | str:
         return f"no kernel computes its activation {type(experts.act_fn).__name__}"
     how = "experts in fused kernels" + (", not in FP8" if options.fp8 else "")
     watched = (*_watched(module, "experts", "gate"), *_watched(experts, "act_fn"))
-    return MLPRecord(how, watched=watched, covers=(experts,), activation=activation, dtype=experts.gate_up_proj.dtype)
+    return Record(how, watched=watched, covers=(experts,), activation=activation, dtype=experts.gate_up_proj.dtype)
 
 
 def _layer(module: Any, options: Options) -> Record | str:

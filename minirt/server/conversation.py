@@ -139,7 +139,7 @@ def render(front: Front, conversation: Conversation) -> ChatTokens:
         raise InputError("the model has no chat template", where="messages", hint="send a prompt to /v1/completions")
     limit = None if conversation.truncates else processor.limit(None)
     return tokenizer.encode_chat(
-        messages, limit, with_history=processor.keeps_states, tools=[tool.value for tool in conversation.tools] or None,
+        messages, limit, with_history=processor.engine.keeps_states, tools=[tool.value for tool in conversation.tools] or None,
         add_generation_prompt=conversation.opens_answer, continue_final_message=conversation.continues,
         variables=conversation.variables,
     )  # fmt: skip

@@ -3,12 +3,11 @@
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from minirt.errors import MinirtError, quoted
-from minirt.settings import Integer, Settings, documented, setting, settings_of
+from minirt.settings import Integer, Settings, setting, settings_of
 
 
 def _parsers() -> Sequence[str]:
@@ -48,9 +47,7 @@ def _seconds(value: Any, place: str, error: type[MinirtError], hint: str | None 
     return value
 
 
-@documented
-@dataclass(frozen=True)
-class ServerOptions(Settings):
+class ServerOptions(Settings, kw_only=False):
     """The options of a server.
 
     Raises:

@@ -1,13 +1,12 @@
 """`SpeculativeOptions`: how drafts are proposed, as plain values. Names are vLLM's. Imports no torch."""
 
 import re
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from minirt.errors import ConfigError, MinirtError, UnsupportedError, quoted, shortened
 from minirt.files import parse_json
 from minirt.kernels.speculative.limits import LONGEST, MAX_DRAFTS
-from minirt.settings import Integer, Settings, documented, setting, settings_of, switch
+from minirt.settings import Integer, Settings, setting, settings_of, switch
 
 METHODS = {"ngram": 4, "mtp": 3}  # with the default of num_speculative_tokens
 DRAFT_VOCAB = 32768  # the default of draft_vocab_size
@@ -41,8 +40,6 @@ _LOOKUP = _OF_METHOD["ngram"]
 _EXAMPLE = 'write an object such as {"method": "ngram", "num_speculative_tokens": 4}'
 
 
-@documented
-@dataclass(frozen=True, kw_only=True)
 class SpeculativeOptions(Settings):
     """How drafts are proposed. Drafts change no distribution of tokens, only how many tokens a step yields.
 

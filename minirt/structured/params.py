@@ -4,12 +4,11 @@ Imports neither torch nor llguidance. `minirt.structured.grammar` makes a gramma
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from json import dumps
 from typing import Any
 
 from minirt.errors import InputError, quoted, shortened
-from minirt.settings import Settings, documented, setting, settings_of, switch
+from minirt.settings import Settings, setting, settings_of, switch
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 # Characters. Checks of a schema take time in proportion; OpenAI allows 120,000 of names and values.
@@ -18,8 +17,6 @@ MAX_CHOICES = 4096
 MAX_MARKER = 256  # characters of `reasoning_end`
 
 
-@documented
-@dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams(Settings):
     """What the generated text must be: exactly one of the first five fields. Needs `minirt[structured]`.
 

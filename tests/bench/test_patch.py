@@ -76,7 +76,8 @@ def test_a_wrong_model_is_not_timed(run, folder, monkeypatch):
 
 @pytest.mark.parametrize(("options", "message"), [
     (("--variants", "vllm"), "'vllm' is none of minirt, minirt fp8, liger"),
-    (("--parts", "norms,heads"), "'heads' is none of norms, attention, rope, mlp"), (("--dtype", "int8"), "'int8' is none of"),
+    (("--parts", "norms,heads"), "'heads' is none of norms, attention, rope, mlp"),
+    (("--dtype", "int8"), "'int8' is not one of 'bfloat16'"),
     (("--picture", "speed.txt"), "ends with none of"),
 ])  # fmt: skip
 def test_bad_options(run, folder, options, message):

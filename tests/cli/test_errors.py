@@ -111,7 +111,6 @@ def test_the_table_of_other_names_is_true():
     from inspect import signature
 
     from minirt import SamplingParams, foreign_names
-    from minirt.cli import suggestions
     from minirt.loading.options import LoadOptions
 
     options = {name for command in commands() for own in command.params for name in own.opts + own.secondary_opts}
@@ -127,7 +126,7 @@ def test_the_table_of_other_names_is_true():
             assert match, name
             found = match[3] in minirt.__all__ if match[3] else match[2] in (sampling if match[1] else arguments)
             assert found, name
-    assert set(suggestions._SHORT.values()) <= foreign_names.names().keys()
+    assert set(foreign_names.table("short").values()) <= foreign_names.names().keys()
 
 
 def commands(group=cli.cli):

@@ -251,7 +251,7 @@ def test_a_result_is_printed_once_those_before_it_are(monkeypatch):
     monkeypatch.setattr(generate_many.output, "write", out.append)
     printing = generate_many.Printing(as_json=False, verbose=False, quiet=True)
     results = generate_many._Results(printing, SimpleNamespace(tokenizer=None, speculative=None))
-    results.rows = [(SimpleNamespace(params=SamplingParams()), completion([i], None)) for i in range(4)]
+    results.rows = [(SimpleNamespace(params=SamplingParams(), record=dict), completion([i], None)) for i in range(4)]
     for finished, printed in ((2, ""), (0, "0"), (3, "0"), (1, "0123")):
         results.rows[finished][1].finish_reason = "length"
         results.print()
