@@ -17,7 +17,7 @@ from minirt.kernels.activations import check_activation
 from minirt.kernels.attention.limits import ANY
 from minirt.kernels.declaration import Argument, Declaration
 from minirt.kernels.launch import require_fp8
-from minirt.kernels.operations import OPERATIONS, find
+from minirt.kernels.operations import OPERATIONS
 from minirt.kernels.reference import FP8_BLOCK, INT4_CHUNK, INT4_GROUPS, block_rows
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -60,10 +60,11 @@ def check_arguments(operation: str, **values: Any) -> None:
 @functools.cache
 def checker(operation: str) -> Callable[[Values], dict[str, int]]:
     """The check of an operation's arguments by name. It returns the sizes of the axes. Errors as in `check_arguments`."""
-    check = tensor_checker(OPERATIONS[operation].declaration)
-    if (place := OPERATIONS[operation].check) is None:
+    declared = OPERATIONS[operation]
+    check = tensor_checker(declared.declaration)
+    if declared.check is None:
         return check
-    rest = find(place)
+    rest = declared.find(declared.check)
 
     def checked(values: Values) -> dict[str, int]:
         sizes = check(values)

@@ -1,6 +1,6 @@
 """The eager PyTorch definition of the operations. Eager layers run it; tests and benchmarks compare with it.
 
-Elsewhere: gated DeltaNet and drafts (`*/*reference.py`), steps (`step/table.py`), sampling (`minirt/engine/execute/`).
+Elsewhere: operations of folders with a `reference.py`, steps (`step/table.py`), sampling (`minirt/engine/execute/`).
 
 Rounding follows Hugging Face transformers: norms normalize in fp32, cast to the activation dtype, then scale; rotary embedding
 rotates halves in the activation dtype; softmax is in fp32.

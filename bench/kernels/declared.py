@@ -9,7 +9,7 @@ from torch import Tensor
 
 from minirt.bench.kernels.operations import Form, Inputs, Problem, Step, dequantized, problem, wide
 from minirt.kernels import checks
-from minirt.kernels.operations import OPERATIONS, Operation, find
+from minirt.kernels.operations import OPERATIONS, Operation
 
 Sizes = dict[str, int]  # of axes, and of arguments of type int
 
@@ -67,7 +67,7 @@ def declared(step: Step, name: str, library: Callable[..., Any] | None = None, o
         outlier: factor of the first value of each row.
     """
     operation, made = OPERATIONS[name], Inputs(step)
-    reference, kernel, declaration = find(operation.reference[0]), operation.function, operation.declaration
+    reference, kernel, declaration = operation.eager, operation.function, operation.declaration
     sizes = {axis: size for axis, size in sizes_of(step).items() if axis in _axes(operation)}
     values = inputs(operation, sizes, lambda *shape: made.normal(*shape, scale=3.0), step.config.rms_norm_eps)
     quantized = len(declaration.results) > 1  # values and scales

@@ -72,19 +72,16 @@ def _ask(place, kv_head, heads, rope, sequences, table_width, row, d, m, C):
     These are q, k and v in pieces; v again in the layout of the sums; cosines and sines; the token's page; the partners of q and
     k; the scale of q.
     """
-    NQ: gl.constexpr = C.NQ
-    NKV: gl.constexpr = C.NKV
-    D: gl.constexpr = C.D
-    GROUP: gl.constexpr = NQ // NKV
+    GROUP: gl.constexpr = C.NQ // C.NKV
     b, token, length, _ = place
     limit = length - 1
     heads_ptr = heads + gl.maximum(token, 0) * C.ROW
     # Heads past the group repeat the group's last head and are not stored.
-    q_ptrs = heads_ptr + ((kv_head * GROUP + gl.minimum(row, GROUP - 1)) * D)[:, None]
-    k_ptr = heads_ptr + (NQ + kv_head) * D
-    v_ptr = heads_ptr + (NQ + NKV + kv_head) * D
+    q_ptrs = heads_ptr + ((kv_head * GROUP + gl.minimum(row, GROUP - 1)) * C.D)[:, None]
+    k_ptr = heads_ptr + (C.NQ + kv_head) * C.D
+    v_ptr = heads_ptr + (C.NQ + C.NKV + kv_head) * C.D
     v_sums = ()
-    for c in gl.static_range(0, D, CHANNELS):
+    for c in gl.static_range(0, C.D, CHANNELS):
         v_sums += (gl.load(v_ptr + c + m),)  # type: ignore[assignment]
     position = gl.maximum(limit, 0)
     page = gl.load(sequences.block_tables + b * table_width + gl.maximum(limit, 0) // C.PAGE_SIZE)
@@ -159,17 +156,13 @@ def _attend_items(heads, rope, pages, ring, q_tiles, p_tiles, sequences, results
     The tiles do not contain the new token. The program that computes its split adds its score and its value without tensor cores,
     and writes its K and V to the pages; with `query_starts`, `rope_write` does.
     """
-    NQ: gl.constexpr = C.NQ
-    NKV: gl.constexpr = C.NKV
-    D: gl.constexpr = C.D
-    SPLIT: gl.constexpr = C.SPLIT
-    GROUP: gl.constexpr = NQ // NKV
+    GROUP: gl.constexpr = C.NQ // C.NKV
     N: gl.constexpr = q_tiles.shape[1]
-    TILES: gl.constexpr = D // CHANNELS
-    BLOCKS: gl.constexpr = SPLIT // BLOCK_N
+    TILES: gl.constexpr = C.D // CHANNELS
+    BLOCKS: gl.constexpr = C.SPLIT // BLOCK_N
     PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     PIECES: gl.constexpr = max(2, TILES)
-    WIDTH: gl.constexpr = D // PIECES
+    WIDTH: gl.constexpr = C.D // PIECES
     HEADS: gl.constexpr = gl.BlockedLayout([1, WIDTH // 16], [2, 16], [4, 1], [1, 0])
     tiles, full, _ = ring
     B, table_width = sizes
@@ -181,21 +174,21 @@ def _attend_items(heads, rope, pages, ring, q_tiles, p_tiles, sequences, results
     first, programs = gl.program_id(0), gl.num_programs(0)
     items = gl.load(sequences.split_starts + B)
     firsts = find_firsts(sequences, B, C)
-    next_place = find_place(first // NKV, find_candidates(first // NKV, firsts, sequences, B, C), sequences, C)
-    candidates = find_candidates((first + programs) // NKV, firsts, sequences, B, C)
+    next_place = find_place(first // C.NKV, find_candidates(first // C.NKV, firsts, sequences, B, C), sequences, C)
+    candidates = find_candidates((first + programs) // C.NKV, firsts, sequences, B, C)
     if PDL:
         gdc_wait()  # before the first read of the kernel before's output, and before the first write
     if PDL and C.EARLY:
         gdc_launch_dependents()  # programs of `gemm_sm90` have an SM each; others would crowd onto the first idle SMs
-    asked = _ask(next_place, first % NKV, heads, rope, sequences, table_width, row, d, m, C)
+    asked = _ask(next_place, first % C.NKV, heads, rope, sequences, table_width, row, d, m, C)
     step = 0
-    for pair in range(first, items * NKV, programs):
-        item, kv_head = pair // NKV, pair % NKV
+    for pair in range(first, items * C.NKV, programs):
+        item, kv_head = pair // C.NKV, pair % C.NKV
         token, length, split = next_place[1], next_place[2], next_place[3]
         q, k, v, v_sums, angles, page, q_partners, k_partners, scale = asked
-        begin, limit = split * SPLIT, length - 1
-        blocks = count_blocks(split, length, SPLIT)
-        newest = limit < begin + SPLIT  # the new token belongs to this split
+        begin, limit = split * C.SPLIT, length - 1
+        blocks = count_blocks(split, length, C.SPLIT)
+        newest = limit < begin + C.SPLIT  # the new token belongs to this split
         q = turn(q, q_partners, q_norm, angles, scale, d, rope, C)
         k = turn(k, k_partners, k_norm, angles, (), d, rope, C)
         for i in gl.static_range(PIECES):
@@ -212,10 +205,10 @@ def _attend_items(heads, rope, pages, ring, q_tiles, p_tiles, sequences, results
         new_score, factor = score(gl.convert_layout(new_score, gl.SliceLayout(0, PRODUCTS)), scores.scale, scores)
         new_score = gl.where(newest, new_score * factor, float("-inf"))
         # Load for the next item, while this one is computed.
-        next_place = find_place((pair + programs) // NKV, candidates, sequences, C)
-        asked = _ask(next_place, (pair + programs) % NKV, heads, rope, sequences, table_width, row, d, m, C)
-        candidates = find_candidates((pair + 2 * programs) // NKV, firsts, sequences, B, C)
-        block_scores, step = _scores(ring, q_tiles, step, blocks, begin, limit, scores, SPLIT)
+        next_place = find_place((pair + programs) // C.NKV, candidates, sequences, C)
+        asked = _ask(next_place, (pair + programs) % C.NKV, heads, rope, sequences, table_width, row, d, m, C)
+        candidates = find_candidates((pair + 2 * programs) // C.NKV, firsts, sequences, B, C)
+        block_scores, step = _scores(ring, q_tiles, step, blocks, begin, limit, scores, C.SPLIT)
         # The probabilities go to shared memory, from where the next products read them.
         largest = gl.full([BLOCK_N, N], float("-inf"), gl.float32, PRODUCTS)
         for i in gl.static_range(BLOCKS):
@@ -235,14 +228,14 @@ def _attend_items(heads, rope, pages, ring, q_tiles, p_tiles, sequences, results
                 zero_rows_from(tiles.index(last * TILES + c), BLOCK_N - behind, BLOCK_N)
         fence_async_shared()
         total = gl.sum(weights, 0) + new_weight
-        accs, step = _values(ring, p_tiles, step, blocks, D)
-        at = n[None, :] * D + m[:, None]
+        accs, step = _values(ring, p_tiles, step, blocks, C.D)
+        at = n[None, :] * C.D + m[:, None]
         exist = (n < GROUP) & (token >= 0)
         stored = exist[None, :]
         inverse = 1 / total
-        final = length <= SPLIT
-        out_ptrs = results.out + (token * NQ + kv_head * GROUP) * D + at
-        part = item.to(gl.int64) * NQ + kv_head * GROUP
+        final = length <= C.SPLIT
+        out_ptrs = results.out + (token * C.NQ + kv_head * GROUP) * C.D + at
+        part = item.to(gl.int64) * C.NQ + kv_head * GROUP
         for c in gl.static_range(TILES):
             # Another split must not use the new token's V, which may be NaN.
             new_v = gl.where(newest, v_sums[c].to(gl.float32), 0.0)
@@ -252,12 +245,12 @@ def _attend_items(heads, rope, pages, ring, q_tiles, p_tiles, sequences, results
                 out = gate_output(acc * inverse[None, :], results, token, head, channel, stored)
                 gl.store(out_ptrs + c * CHANNELS, out.to(results.out.dtype.element_ty), mask=stored)
             else:
-                gl.store(results.sums + part * D + c * CHANNELS + at, acc, mask=stored)
+                gl.store(results.sums + part * C.D + c * CHANNELS + at, acc, mask=stored)
         if not final:
             gl.store(results.row_stats + 2 * (part + n), row_max, mask=exist)
             gl.store(results.row_stats + 2 * (part + n) + 1, total, mask=exist)
         if sequences.query_starts is None and newest:
-            slot = ((page.to(gl.int64) * C.PAGE_SIZE + limit % C.PAGE_SIZE) * NKV + kv_head) * D + d
+            slot = ((page.to(gl.int64) * C.PAGE_SIZE + limit % C.PAGE_SIZE) * C.NKV + kv_head) * C.D + d
             for i in gl.static_range(PIECES):
                 gl.store(pages.k + slot + i * WIDTH, k[i])
             for i in gl.static_range(PIECES):

@@ -72,9 +72,7 @@ def _before(ends, b, BLOCK_B: tl.constexpr):
 @triton.jit(do_not_specialize=["B", "table_width"])
 def _chunk_kernel(q_ptr, pages, sequences, results, scores, B, table_width, C):
     """One KV head of every n-th work item, for n programs per head. A work item: a tile of queries on one part of the context."""
-    NQ: tl.constexpr = C.NQ
-    D: tl.constexpr = C.D
-    GROUP: tl.constexpr = NQ // C.NKV
+    GROUP: tl.constexpr = C.NQ // C.NKV
     QUERIES: tl.constexpr = C.BLOCK_M // GROUP
     kv_head = tl.program_id(0) % C.NKV
     new, lens = lengths(sequences, B, C.BLOCK_B)
@@ -94,7 +92,7 @@ def _chunk_kernel(q_ptr, pages, sequences, results, scores, B, table_width, C):
         query = tl.minimum(first_query + row // GROUP, count - 1)
         head = kv_head * GROUP + row % GROUP
         d = tl.arange(0, C.BLOCK_D)[None, :]
-        q = load_channels(q_ptr + ((start + query).to(tl.int64) * NQ + head)[:, None] * D + d, d, D)
+        q = load_channels(q_ptr + ((start + query).to(tl.int64) * C.NQ + head)[:, None] * C.D + d, d, C.D)
         q = prepare(q, pages.k_scale is not None)
         row_limit = limit - count + query + 1
         table_ptr = sequences.block_tables + b.to(tl.int64) * table_width
@@ -106,8 +104,8 @@ def _chunk_kernel(q_ptr, pages, sequences, results, scores, B, table_width, C):
             q, pages, table_ptr, kv_head, begin, seen_by_all, seen_by_any, limit, row_limit, scores, C
         )
         first_row = _before(rows, b, C.BLOCK_B) + part * count + first_query
-        at = (first_row + row // GROUP).to(tl.int64) * NQ + head
-        tl.store(results.sums + at[:, None] * D + d, whole(acc), mask=existing(valid[:, None], d, D))
+        at = (first_row + row // GROUP).to(tl.int64) * C.NQ + head
+        tl.store(results.sums + at[:, None] * C.D + d, whole(acc), mask=existing(valid[:, None], d, C.D))
         tl.store(results.row_stats + 2 * at, row_max, mask=valid)
         tl.store(results.row_stats + 2 * at + 1, total, mask=valid)
 

@@ -85,28 +85,25 @@ def fetch_items(k_pages, v_pages, ring, sequences, sizes, C):
     """
     BOX: gl.constexpr = k_pages.block_type.shape[0]
     TILES: gl.constexpr = C.D // CHANNELS
-    NKV: gl.constexpr = C.NKV
-    PAGE_SIZE: gl.constexpr = C.PAGE_SIZE
-    SPLIT: gl.constexpr = C.SPLIT
     tiles, full, empty = ring
     B, table_width = sizes
     programs = gl.num_programs(0)
     items = gl.load(sequences.split_starts + B)
     firsts = find_firsts(sequences, B, C)
-    candidates = find_candidates(gl.program_id(0) // NKV, firsts, sequences, B, C)
+    candidates = find_candidates(gl.program_id(0) // C.NKV, firsts, sequences, B, C)
     step = 0
-    for pair in range(gl.program_id(0), items * NKV, programs):
-        b, _, length, split = find_place(pair // NKV, candidates, sequences, C)
-        blocks = count_blocks(split, length, SPLIT)
-        column = pair % NKV * C.D
+    for pair in range(gl.program_id(0), items * C.NKV, programs):
+        b, _, length, split = find_place(pair // C.NKV, candidates, sequences, C)
+        blocks = count_blocks(split, length, C.SPLIT)
+        column = pair % C.NKV * C.D
         table_ptr = sequences.block_tables + b * table_width
         rows = ()  # rows of the pages; all loads are issued before the first use
-        for i in gl.static_range(0, SPLIT, BOX):
-            t = gl.maximum(gl.minimum(split * SPLIT + i, length - 2), 0) // BOX * BOX
-            rows += (gl.load(table_ptr + t // PAGE_SIZE) * PAGE_SIZE + t % PAGE_SIZE,)  # type: ignore[assignment]
-        candidates = find_candidates((pair + programs) // NKV, firsts, sequences, B, C)
+        for i in gl.static_range(0, C.SPLIT, BOX):
+            t = gl.maximum(gl.minimum(split * C.SPLIT + i, length - 2), 0) // BOX * BOX
+            rows += (gl.load(table_ptr + t // C.PAGE_SIZE) * C.PAGE_SIZE + t % C.PAGE_SIZE,)  # type: ignore[assignment]
+        candidates = find_candidates((pair + programs) // C.NKV, firsts, sequences, B, C)
         for IS_V in gl.static_range(2):
-            for i in gl.static_range(SPLIT // BLOCK_N):
+            for i in gl.static_range(C.SPLIT // BLOCK_N):
                 if i < blocks:
                     stage = wait_empty(empty, step)
                     bar = full.index(stage)
@@ -137,12 +134,11 @@ def load_pieces(ptrs, d, C):
 def load_partners(ptrs, d, C):
     """The partners of the channels in pieces with rotated ones; () if whole heads are rotated. Arguments of `load_pieces`."""
     WIDTH: gl.constexpr = C.D // max(2, C.D // CHANNELS)
-    R: gl.constexpr = C.R
     partners = ()
-    if R != C.D:
-        for first in gl.static_range(0, R, WIDTH):
+    if C.R != C.D:
+        for first in gl.static_range(0, C.R, WIDTH):
             at = first + d
-            partners += (gl.load(ptrs + gl.where(at < R, (at + R // 2) % R, at)),)  # type: ignore[assignment]
+            partners += (gl.load(ptrs + gl.where(at < C.R, (at + C.R // 2) % C.R, at)),)  # type: ignore[assignment]
     return partners
 
 
@@ -151,17 +147,16 @@ def load_angles(rope, position, d, C):
     """Cosines and sines at a position, alternately, for the pieces of the lower half if whole heads are rotated, else for those
     with rotated channels."""
     WIDTH: gl.constexpr = C.D // max(2, C.D // CHANNELS)
-    R: gl.constexpr = C.R
     angles = ()
-    if R == C.D:
-        for first in gl.static_range(0, R // 2, WIDTH):
-            angles_ptr = rope.cos_sin + position.to(gl.int64) * R + first + d
-            angles += (gl.load(angles_ptr), gl.load(angles_ptr + R // 2))  # type: ignore[assignment]
-    elif R > 0:
-        for first in gl.static_range(0, R, WIDTH):
-            angle = gl.where(first + d < R, (first + d) % (R // 2), 0)
-            angles_ptr = rope.cos_sin + position.to(gl.int64) * R + angle
-            angles += (gl.load(angles_ptr), gl.load(angles_ptr + R // 2))  # type: ignore[assignment]
+    if C.R == C.D:
+        for first in gl.static_range(0, C.R // 2, WIDTH):
+            angles_ptr = rope.cos_sin + position.to(gl.int64) * C.R + first + d
+            angles += (gl.load(angles_ptr), gl.load(angles_ptr + C.R // 2))  # type: ignore[assignment]
+    elif C.R > 0:
+        for first in gl.static_range(0, C.R, WIDTH):
+            angle = gl.where(first + d < C.R, (first + d) % (C.R // 2), 0)
+            angles_ptr = rope.cos_sin + position.to(gl.int64) * C.R + angle
+            angles += (gl.load(angles_ptr), gl.load(angles_ptr + C.R // 2))  # type: ignore[assignment]
     return angles
 
 
@@ -211,7 +206,6 @@ def turn(pieces, partners, norm, angles, scale, d, rope, C):
     dtype: gl.constexpr = pieces[0].dtype
     PIECES: gl.constexpr = max(2, C.D // CHANNELS)
     WIDTH: gl.constexpr = C.D // PIECES
-    R: gl.constexpr = C.R
     x, y = (), ()
     if len(norm) > 0 or rope.normalize:
         square = pieces[0].to(gl.float32) * pieces[0].to(gl.float32)
@@ -232,15 +226,15 @@ def turn(pieces, partners, norm, angles, scale, d, rope, C):
     done = ()
     for i in gl.static_range(PIECES):
         z = x[i]
-        if R == C.D:
+        if C.R == C.D:
             other = x[(i + PIECES // 2) % PIECES]
             cos, sin = _like(angles[2 * (i % (PIECES // 2))], z), _like(angles[2 * (i % (PIECES // 2)) + 1], z)
             z = z * cos - other * sin if i < PIECES // 2 else z * cos + other * sin
-        elif i * WIDTH < R:
+        elif i * WIDTH < C.R:
             at = i * WIDTH + d
             cos, sin = _like(angles[2 * i], z), _like(angles[2 * i + 1], z)
-            turned = z * cos + gl.where(_like(at < R // 2, z), -y[i], y[i]) * sin
-            z = gl.where(_like(at < R, z), turned, z)  # an infinity times a sine of zero is NaN
+            turned = z * cos + gl.where(_like(at < C.R // 2, z), -y[i], y[i]) * sin
+            z = gl.where(_like(at < C.R, z), turned, z)  # an infinity times a sine of zero is NaN
         if len(scale) > 0:
             z = z * scale[0]
         done += (z.to(dtype),)  # type: ignore[assignment]

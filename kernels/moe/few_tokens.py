@@ -173,22 +173,28 @@ def _scales(ep, expert, first, n0, N, block: tl.constexpr, i: tl.constexpr, C):
 
 
 @triton.jit
-def _gate_up_tiles(weight_ptr, ep, expert, n0, N, C):
-    """The first TILES tiles of a round's blocks, from output n0 on, in flight: of gate and up, and their scales."""
+def _gate_up_tile(weight_ptr, ep, expert, n0, N, i: tl.constexpr, C):
+    """Tile i of a round's blocks, from output n0 on: of gate and up, and their scales, or ()."""
     COUNT: tl.constexpr = (C.K + C.BLOCK_K - 1) // C.BLOCK_K
     n = n0 + tl.arange(0, C.BLOCK_N)
     k = tl.max_contiguous(tl.arange(0, C.BLOCK_K), C.CHUNK)
-    up_offset = tl.cast(N, tl.int64) * C.K
-    gate, up = (), ()
+    ptrs = weight_ptr + _rows(expert, n, N, i // COUNT, C)[:, None] * C.K + k[None, :]
+    gate = load_tile(ptrs, k[None, :], i % COUNT, C, "evict_first")
+    up = load_tile(ptrs + tl.cast(N, tl.int64) * C.K, k[None, :], i % COUNT, C, "evict_first")
     gate_scales, up_scales = (), ()
-    for i in tl.static_range(C.TILES):
-        ptrs = weight_ptr + _rows(expert, n, N, i // COUNT, C)[:, None] * C.K + k[None, :]
-        gate += (load_tile(ptrs, k[None, :], i % COUNT, C, "evict_first"),)
-        up += (load_tile(ptrs + up_offset, k[None, :], i % COUNT, C, "evict_first"),)
-        if C.SCALE_ROWS is not None:
-            gate_scales += (_scales(ep, expert, 0, n0, N, i // COUNT, i % COUNT, C),)
-            up_scales += (_scales(ep, expert, N, n0, N, i // COUNT, i % COUNT, C),)
+    if C.SCALE_ROWS is not None:
+        gate_scales = _scales(ep, expert, 0, n0, N, i // COUNT, i % COUNT, C)
+        up_scales = _scales(ep, expert, N, n0, N, i // COUNT, i % COUNT, C)
     return gate, up, gate_scales, up_scales
+
+
+@triton.jit
+def _gate_up_tiles(weight_ptr, ep, expert, n0, N, C):
+    """The first TILES tiles of a round's blocks, in flight."""
+    tiles = ()
+    for i in tl.static_range(C.TILES):
+        tiles += (_gate_up_tile(weight_ptr, ep, expert, n0, N, i, C),)
+    return tiles
 
 
 @triton.jit
@@ -197,26 +203,19 @@ def _gate_up_round(tiles, xs, inverse_rms, weight_ptr, ep, out_ptr, pair, expert
     COUNT: tl.constexpr = (C.K + C.BLOCK_K - 1) // C.BLOCK_K
     SCALED: tl.constexpr = C.SCALE_ROWS is not None
     n = n0 + tl.arange(0, C.BLOCK_N)
-    k = tl.max_contiguous(tl.arange(0, C.BLOCK_K), C.CHUNK)
-    up_offset = tl.cast(N, tl.int64) * C.K
-    gate, up, gate_scales, up_scales = tiles
     gate_sums = tl.zeros((C.BLOCK_N, C.BLOCK_K // C.CHUNK), tl.float32)
     up_sums = gate_sums
     for i in tl.static_range(C.BLOCKS * COUNT):
         column = n + i // COUNT * C.BLOCK_N
         if i % COUNT == 0:  # of this block: loaded before its products, used after them
             rows = load_rows(ep, _rows(expert, n, N, i // COUNT, C), True, N, not SCALED)
-        products = chunk_products(gate[i], xs[i % COUNT], C.CHUNK)
-        gate_sums += products * gate_scales[i] if SCALED else products
-        products = chunk_products(up[i], xs[i % COUNT], C.CHUNK)
-        up_sums += products * up_scales[i] if SCALED else products
+        gate, up, gate_scales, up_scales = tiles[i]
+        products = chunk_products(gate, xs[i % COUNT], C.CHUNK)
+        gate_sums += products * gate_scales if SCALED else products
+        products = chunk_products(up, xs[i % COUNT], C.CHUNK)
+        up_sums += products * up_scales if SCALED else products
         if i + C.TILES < C.BLOCKS * COUNT:
-            ptrs = weight_ptr + _rows(expert, n, N, (i + C.TILES) // COUNT, C)[:, None] * C.K + k[None, :]
-            gate += (load_tile(ptrs, k[None, :], (i + C.TILES) % COUNT, C, "evict_first"),)
-            up += (load_tile(ptrs + up_offset, k[None, :], (i + C.TILES) % COUNT, C, "evict_first"),)
-            if SCALED:
-                gate_scales += (_scales(ep, expert, 0, n0, N, (i + C.TILES) // COUNT, (i + C.TILES) % COUNT, C),)
-                up_scales += (_scales(ep, expert, N, n0, N, (i + C.TILES) // COUNT, (i + C.TILES) % COUNT, C),)
+            tiles += (_gate_up_tile(weight_ptr, ep, expert, n0, N, i + C.TILES, C),)
         if i % COUNT == COUNT - 1:
             out = finish(tl.sum(gate_sums, 1) * inverse_rms, tl.sum(up_sums, 1) * inverse_rms, rows, (), (), ep)
             tl.store(out_ptr + pair * N + column, out.to(out_ptr.dtype.element_ty), mask=column < N)
@@ -333,13 +332,10 @@ def _down_tile(weight_ptr, ep, shared, experts, n0, N, i: tl.constexpr, C):
 @triton.jit
 def _down_tiles(weight_ptr, ep, shared, experts, n0, N, C):
     """The first TILES tiles of a round's blocks, in flight, and their scales."""
-    w = ()
-    scales = ()
+    tiles = ()
     for i in tl.static_range(C.TILES):
-        tile, tile_scales = _down_tile(weight_ptr, ep, shared, experts, n0, N, i, C)
-        w += (tile,)
-        scales += (tile_scales,)
-    return w, scales
+        tiles += (_down_tile(weight_ptr, ep, shared, experts, n0, N, i, C),)
+    return tiles
 
 
 @triton.jit
@@ -350,7 +346,6 @@ def _down_round(tiles, experts, shares, x_ptr, weight_ptr, ep, shared, output, o
     SCALED: tl.constexpr = C.SCALE_ROWS is not None
     n = n0 + tl.arange(0, C.BLOCK_N)
     k = tl.max_contiguous(tl.arange(0, C.BLOCK_K), C.CHUNK)
-    w, scales = tiles
     out = tl.zeros((C.BLOCK_N, C.BLOCK_K // C.CHUNK), tl.float32)
     sums = out
     for i in tl.static_range(C.BLOCKS * COUNT):
@@ -361,12 +356,11 @@ def _down_round(tiles, experts, shares, x_ptr, weight_ptr, ep, shared, output, o
             if C.SHARED == 1:
                 row_scales += (tl.load(shared[1].scale + _rows(experts[C.TOP_K], n, N, i // COUNT, C)),)
         x = load_tile(x_ptr + i % COUNT // PARTS * C.K + k, k, i % PARTS, C, "").to(tl.float32)
-        products = chunk_products(w[i], x, C.CHUNK)
-        sums += products * scales[i] if SCALED else products
+        w, scales = tiles[i]
+        products = chunk_products(w, x, C.CHUNK)
+        sums += products * scales if SCALED else products
         if i + C.TILES < C.BLOCKS * COUNT:
-            tile, tile_scales = _down_tile(weight_ptr, ep, shared, experts, n0, N, i + C.TILES, C)
-            w += (tile,)
-            scales += (tile_scales,)
+            tiles += (_down_tile(weight_ptr, ep, shared, experts, n0, N, i + C.TILES, C),)
         if i % PARTS == PARTS - 1:  # the last tile of an expert. Each thread adds its sums; one reduction at the end is enough.
             if ep.scale is not None and not SCALED:
                 sums *= row_scales[i % COUNT // PARTS][:, None]

@@ -20,7 +20,7 @@ from minirt.errors import InputError
 from minirt.kernels.compile.tuning import Family
 from minirt.kernels.launch import Gpu, cdiv, launch_options, most_registers, next_power_of_2, sm_count
 from minirt.kernels.linear.epilogue import finish, load_rows
-from minirt.kernels.linear.gemv_int4 import load_words, load_x, row_sum
+from minirt.kernels.linear.gemv_int4 import load_words, load_x, row_sum, row_words
 from minirt.kernels.linear.int4_words import group_words, scale_words
 from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.moe import few_tokens
@@ -88,15 +88,12 @@ def _rows_side_by_side(sums, ROWS: tl.constexpr):
 @triton.jit
 def _gate_up_tile(weight_ptr, scale_ptr, stride, first, i: tl.constexpr, N, C):
     """(Words, scale words) of tile i, for each row of gate, then of up, of an expert. Rows past the end are the last one."""
-    WIDTH: tl.constexpr = (C.K + 127) // 128 * 16
     word = tl.max_contiguous(tl.arange(0, C.BLOCK), 4)
     chunk = (i * C.BLOCK + 4 * tl.arange(0, C.BLOCK // 4)) // 16  # of each thread
     tile = ()
     for r in tl.static_range(2 * C.ROWS):
         row = tl.minimum(first + r % C.ROWS, N - 1) + (N if r >= C.ROWS else 0)
-        ptrs = weight_ptr + row.to(tl.int64) * WIDTH + i * C.BLOCK + word
-        w = load_words(ptrs, i * C.BLOCK + word, WIDTH, (i + 1) * C.BLOCK)
-        tile += ((w, group_words(scale_ptr, stride, chunk, C.K, C.GROUP, row)),)
+        tile += ((row_words(weight_ptr, row, word, i, C), group_words(scale_ptr, stride, chunk, C.K, C.GROUP, row)),)
     return tile
 
 

@@ -15,7 +15,7 @@ from minirt.device import interpreting
 from minirt.kernels.compile.tuning import Family
 from minirt.kernels.launch import Gpu, cdiv, shared_limit
 from minirt.kernels.linear.epilogue import finish, load_rows
-from minirt.kernels.linear.int4 import CHUNK, DTYPES, load_columns, multiply_chunk
+from minirt.kernels.linear.int4 import CHUNK, DTYPES, load_chunk, multiply_chunk
 from minirt.kernels.linear.int4_words import group_words, scale_words
 from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.moe import products
@@ -81,7 +81,6 @@ def _experts_int4_kernel(x_ptr, weight_ptr, ep, out_ptr, routing, most, scale_ex
     GATED: tl.constexpr = ep.activation is not None
     ROWS: tl.constexpr = 2 if GATED else 1  # of the weight, for each output
     CHUNKS: tl.constexpr = (C.K + 128 - 1) // 128
-    MASKED: tl.constexpr = C.K % 128 != 0
     columns = tl.cdiv(N, C.BLOCK_N)
     tile = tl.program_id(0) // columns
     expert = tl.load(routing.tiles + tile)
@@ -104,16 +103,13 @@ def _experts_int4_kernel(x_ptr, weight_ptr, ep, out_ptr, routing, most, scale_ex
     acc_up = acc
     for chunk in tl.range(0, CHUNKS, num_stages=C.STAGES):
         k = chunk * 128
-        x0 = load_columns(x_ptrs, k, C.K, MASKED)
-        x1 = load_columns(x_ptrs, k + 32, C.K, MASKED)
-        x2 = load_columns(x_ptrs, k + 64, C.K, MASKED)
-        x3 = load_columns(x_ptrs, k + 96, C.K, MASKED)
+        x = load_chunk(x_ptrs, k, C.K)
         words = group_words(scales, scale_group, chunk, C.K, C.GROUP)
-        acc = multiply_chunk(tl.load(w_ptrs + k // 4), words, x0, x1, x2, x3, acc, C.GROUP, True, C.DTYPE, C.ASM)
+        acc = multiply_chunk(tl.load(w_ptrs + k // 4), words, x, acc, C.GROUP, True, C.DTYPE, C.ASM)
         if GATED:
             words = group_words(scales + N, scale_group, chunk, C.K, C.GROUP)
             w = tl.load(w_ptrs + (k // 4 + up))
-            acc_up = multiply_chunk(w, words, x0, x1, x2, x3, acc_up, C.GROUP, True, C.DTYPE, C.ASM)
+            acc_up = multiply_chunk(w, words, x, acc_up, C.GROUP, True, C.DTYPE, C.ASM)
     acc = finish(acc, acc_up, load_rows(ep, n[:, None], n[:, None] < N, N, False), (), (), ep)
     at = (place if GATED else pair).to(tl.int64)[None, :] * N + n[:, None]
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & valid[None, :])

@@ -1,4 +1,4 @@
-"""What a step with a draft model needs beside its layers, on the device, with the results of `draft_model_reference.py`.
+"""What a step with a draft model needs beside its layers, on the device, with the results of `reference.py`.
 
 CUDA graphs hold these kernels, so grids depend on the sizes of tensors only.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from minirt.kernels.argmax import LOWEST, pack, sortable, token_of
 from minirt.kernels.launch import cdiv, next_power_of_2
 from minirt.kernels.prepared import compile_time, prepared
-from minirt.kernels.speculative.draft_model_reference import LEAST_TEMPERATURE, DraftTokens
+from minirt.kernels.speculative.reference import LEAST_TEMPERATURE, DraftTokens
 from minirt.kernels.step import table as words
 from minirt.kernels.step.table import Columns, Rows
 
@@ -150,7 +150,7 @@ def _draw_kernel(table_ptr, slots_ptr, best_ptr, names_ptr, out, number, SPLITS,
 
 
 def first_pass(table: Tensor, rows: Rows, input_ids: Tensor, positions: Tensor, query_starts: Tensor) -> tuple[Tensor, Tensor]:
-    """`draft_model_reference.first_pass`, in one launch."""
+    """`reference.first_pass`, in one launch."""
     B, T = rows.slots.shape[0], input_ids.shape[0]
     ids, last = torch.empty_like(input_ids), torch.empty(B, dtype=torch.int64, device=table.device)
     _first_pass_kernel[(B + 1,)](
@@ -163,7 +163,7 @@ def draw(
     logits: Tensor, ids: Tensor | None, table: Tensor, columns: Columns, rows: Rows, out: DraftTokens, *, number: int, most: int,
     page_size: int, kv_split: int,
 ) -> None:  # fmt: skip
-    """`draft_model_reference.draw`, in two launches. Where two ids come close in the race, it may draw the other one."""
+    """`reference.draw`, in two launches. Where two ids come close in the race, it may draw the other one."""
     B, R = logits.shape
     splits = cdiv(R, _BLOCK_V)
     if B:

@@ -41,7 +41,7 @@ class _Constants(NamedTuple):
 
 @functools.cache
 def _constants(columns: Columns, most: int, shortest: int, longest: int) -> _Constants:
-    reference.check(columns, most, shortest, longest)
+    reference.check_matching(columns, most, shortest, longest)
     sizes = columns.words, columns.tokens, columns.history
     return _Constants(*sizes, most, shortest, longest, _BLOCK, next_power_of_2(most))
 
