@@ -12,38 +12,15 @@ from importlib import import_module
 from typing import Literal, TypeVar
 
 Axis = Literal["tokens", "sequences", "prompts"]
-TABLES = (  # (module, name) of each operation's table. All regimes of a table are on one axis.
-    ("minirt.kernels.linear.dispatch", "REGIMES"),
-    ("minirt.kernels.linear.dispatch", "EARLY"),
-    ("minirt.kernels.quantize", "REGIMES"),
-    ("minirt.kernels.attention.dispatch", "DECODE"),
-    ("minirt.kernels.attention.dispatch", "FEW"),
-    ("minirt.kernels.attention.dispatch", "PREFILL"),
-    ("minirt.kernels.attention.dispatch", "PREFILL_SEQUENCES"),
-    ("minirt.kernels.attention.dispatch", "PARTIAL"),
-    ("minirt.kernels.attention.rope_write", "REGIMES"),
-    ("minirt.kernels.gated_delta.dispatch", "DECODE"),
-    ("minirt.kernels.gated_delta.dispatch", "CHUNK"),
-    ("minirt.kernels.gated_delta.dispatch", "CHUNK_PROMPTS"),
-    ("minirt.kernels.moe.dispatch", "REGIMES"),
-    ("minirt.kernels.moe.dispatch", "ROUTER"),
-)
-_DENSE = ("fp16", "fp8", "fp8_blocks")
-# Compute capability → the kernels that only it has, for `minirt plan`: the operation ("linear", "experts", "attention"), its
-# formats as in `Limits` and `AttentionLimits`, and the head sizes of attention. A test compares this with the tables, whose
-# modules import Triton.
-SPECIAL_KERNELS: dict[int, dict[str, tuple[str, tuple[str, ...], tuple[int, ...]]]] = {
-    90: {
-        "decode_fp8_sm90": ("attention", ("fp8",), (64, 128)),
-        "decode_sm90": ("attention", ("fp16",), (64, 128, 256)),
-        "experts_sm90": ("experts", _DENSE, ()),
-        "gemm_int4_sm90": ("linear", ("int4",), ()),
-        "gemm_int4_small_sm90": ("linear", ("int4",), ()),
-        "gemm_sm90": ("linear", _DENSE, ()),
-        "gemv_int4_sm90": ("linear", ("int4",), ()),
-        "prefill_sm90": ("attention", ("fp16",), (64, 128, 256)),
-    },
+_NAMES = {  # of each operation's table, in its dispatch module. All regimes of a table are on one axis.
+    "linear.dispatch": ("REGIMES", "EARLY"),
+    "quantize": ("REGIMES",),
+    "attention.dispatch": ("DECODE", "FEW", "PREFILL", "PREFILL_SEQUENCES", "PARTIAL"),
+    "attention.rope_write": ("REGIMES",),
+    "gated_delta.dispatch": ("DECODE", "CHUNK", "CHUNK_PROMPTS"),
+    "moe.dispatch": ("REGIMES", "ROUTER"),
 }
+TABLES = [(f"minirt.kernels.{module}", name) for module, names in _NAMES.items() for name in names]
 
 
 @dataclass(frozen=True)

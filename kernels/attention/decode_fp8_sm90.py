@@ -54,6 +54,7 @@ from minirt.kernels.attention.work_items_sm90 import (
 )
 from minirt.kernels.compile.tuning import Family
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
+from minirt.kernels.hopper.limits import TILE_QUERIES
 from minirt.kernels.hopper.ring import release, ring_barriers, wait_empty, wait_full
 from minirt.kernels.hopper.tma import CHANNELS, cp_async, tma_descriptor, tma_load
 from minirt.kernels.launch import Gpu, cdiv, launch_options, most_registers, sm_count
@@ -267,7 +268,6 @@ def take_with_scales(ring, slots, step, count, second):
     return taken, k_scale, v_scale
 
 
-TILE_QUERIES = 8  # the most queries of an item, and so of a narrow item's tile
 _BOX = 32  # tokens of one TMA load
 _FEW = 6  # up to this many sequences, items are narrow, because wide ones would occupy too few programs
 

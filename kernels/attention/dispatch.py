@@ -37,14 +37,14 @@ from minirt.kernels.attention.operands import (
     decode_lookup_size,
     prefill_lookup_size,
 )
-from minirt.kernels.attention.work_items_sm90 import LONGEST, MOST_SEQUENCES
+from minirt.kernels.attention.work_items_sm90 import MOST_SEQUENCES
 from minirt.kernels.checks import check_tensor
+from minirt.kernels.hopper.limits import ATTENTION as HOPPER
 from minirt.kernels.launch import Workspace, capability
 from minirt.kernels.regimes import AttentionLimits, Regime, SumOrder, covering
 
 # Kernels for one new token also take raw heads, and limit the split.
 _DECODE = replace(ANY, raw=None, split=1024)
-_HOPPER = replace(ANY, raw=True, split=LONGEST, alignment=16, head_dims=(64, 128, 256))  # of decoding
 _SPLITS = SumOrder("steps", splits=True)
 
 
@@ -75,12 +75,11 @@ class AttentionRegime(Regime):
 DECODE = (
     AttentionRegime(
         "decode_sm90", "sequences", 1, MOST_SEQUENCES, variant=decode_lookup_size, capability=90, launch=decode_sm90.launch,
-        limits=replace(_HOPPER, formats=("fp16",)),
+        limits=HOPPER["decode_sm90"],
     ),
     AttentionRegime(
         "decode_fp8_sm90", "sequences", 1, MOST_SEQUENCES, variant=decode_fp8_sm90.variant, capability=90,
-        launch=decode_fp8_sm90.launch,
-        limits=replace(_HOPPER, formats=("fp8",), head_dims=(64, 128), tile_queries=decode_fp8_sm90.TILE_QUERIES),
+        launch=decode_fp8_sm90.launch, limits=HOPPER["decode_fp8_sm90"],
     ),
     AttentionRegime("decode", "sequences", 1, variant=decode_lookup_size),
 )  # fmt: skip
@@ -90,8 +89,8 @@ FEW = (  # steps in which no sequence has more than 1 + MAX_DRAFTS new tokens, a
     ),
 )  # fmt: skip
 _SM90 = AttentionRegime(
-    "prefill_sm90", "tokens", 1, capability=90, launch=prefill_sm90.launch,
-    limits=replace(ANY, formats=("fp16",), alignment=16, head_dims=(64, 128, 256)), sums=SumOrder("steps"),
+    "prefill_sm90", "tokens", 1, capability=90, launch=prefill_sm90.launch, limits=HOPPER["prefill_sm90"],
+    sums=SumOrder("steps"),
 )  # fmt: skip
 PREFILL = (  # docs/decisions/attention-prefill.md
     replace(_SM90, first=512, limits=replace(_SM90.limits, head_dims=(128, 256))),

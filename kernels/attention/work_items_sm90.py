@@ -14,7 +14,6 @@ from minirt.kernels.hopper.tma import CHANNELS, tma_load
 BLOCK_N = gl.constexpr(64)  # tokens of a block: the M side of a product
 PROGRAMS = 2  # programs that share an SM, with heads of up to 128 channels
 BOX = 16  # tokens of one TMA load
-LONGEST = 256  # most tokens of a split, because all its scores are kept
 MOST_SEQUENCES = 1024  # two steps of 32 lanes can search this many
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from minirt.errors import InputError
 from minirt.kernels.checks import check_activations, check_arguments, check_tensor
 from minirt.kernels.compile.tuning import Family
+from minirt.kernels.hopper.limits import LINEAR as HOPPER
 from minirt.kernels.launch import Workspace, capability
 from minirt.kernels.linear import (
     gemm,
@@ -72,15 +73,15 @@ _INT4 = ("int4", "int4_fp32")
 REGIMES = (
     _of(
         gemv_int4_sm90.gemv_int4_sm90, gemv_int4_sm90.FAMILY, 1, 1, capability=90, accepts=gemv_int4_sm90.accepts,
-        limits=Limits(("int4",), norm=True, alignment=16), sums=SumOrder("warps"),
+        limits=HOPPER["gemv_int4_sm90"], sums=SumOrder("warps"),
     ),
     _of(
         int4_small_sm90.gemm_int4_small_sm90, int4_small_sm90.FAMILY, 1, int4_small_sm90.MAX_TOKENS, capability=90,
-        limits=Limits(("int4",), norm=True), sums=SumOrder("warps"),
+        limits=HOPPER["gemm_int4_small_sm90"], sums=SumOrder("warps"),
     ),
     _of(
         int4_sm90.gemm_int4_sm90, int4_sm90.FAMILY, int4_small_sm90.MAX_TOKENS + 1, capability=90, accepts=int4_sm90.accepts,
-        variant=int4_sm90.token_regime, padded=int4_sm90.padded_tokens, limits=Limits(("int4",), alignment=16),
+        variant=int4_sm90.token_regime, padded=int4_sm90.padded_tokens, limits=HOPPER["gemm_int4_sm90"],
         sums=SumOrder("steps", splits=True, by_tokens=True),
     ),
     _of(gemv_int4.gemv_int4, gemv_int4.FAMILY, 1, 1, limits=Limits(_INT4, norm=True), sums=SumOrder("threads")),
@@ -96,8 +97,7 @@ REGIMES = (
     _of(
         gemm_sm90.gemm_sm90, gemm_sm90.FAMILY, _GEMM_SM90_TOKENS, capability=90, accepts=gemm_sm90.accepts,
         variant=gemm_sm90.token_regime, padded=gemm_sm90.padded_tokens, row_maxima_tiles=gemm_sm90.row_maxima_tiles,
-        fetches_early=True,
-        limits=Limits(("fp16", *_FP8), row_maxima=True, alignment=16),
+        fetches_early=True, limits=HOPPER["gemm_sm90"],
         sums=SumOrder("steps", splits=True, by_tokens=True, accumulator="fp32 steps"),
     ),
     _of(

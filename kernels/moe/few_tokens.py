@@ -178,9 +178,10 @@ def _gate_up_tile(weight_ptr, ep, expert, n0, N, i: tl.constexpr, C):
     COUNT: tl.constexpr = (C.K + C.BLOCK_K - 1) // C.BLOCK_K
     n = n0 + tl.arange(0, C.BLOCK_N)
     k = tl.max_contiguous(tl.arange(0, C.BLOCK_K), C.CHUNK)
+    up_offset = tl.cast(N, tl.int64) * C.K
     ptrs = weight_ptr + _rows(expert, n, N, i // COUNT, C)[:, None] * C.K + k[None, :]
     gate = load_tile(ptrs, k[None, :], i % COUNT, C, "evict_first")
-    up = load_tile(ptrs + tl.cast(N, tl.int64) * C.K, k[None, :], i % COUNT, C, "evict_first")
+    up = load_tile(ptrs + up_offset, k[None, :], i % COUNT, C, "evict_first")
     gate_scales, up_scales = (), ()
     if C.SCALE_ROWS is not None:
         gate_scales = _scales(ep, expert, 0, n0, N, i // COUNT, i % COUNT, C)
