@@ -111,7 +111,7 @@ def _benchmarks() -> dict[str, Benchmark]:
         "fp8_blocks": "the same of {} in blocks of 128 x 128",
     }  # fmt: skip
     for name, what in fused.items():
-        operation = ops.OPERATION_OF[name]
+        operation = "norm_linear" if name in ("qkv", "lm_head") else "norm_gate_up" if name == "gate_up" else "linear_residual"
         for quantization, form in _FORMATS:
             build = partial(ops.fused_linear, name=name, quantization=quantization)
             points, text = _FEW if name == "lm_head" else _LINEAR, f"{what}; {form}" if form else what

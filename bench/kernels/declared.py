@@ -82,7 +82,7 @@ def declared(step: Step, name: str, library: Callable[..., Any] | None = None, o
     def truth(rows: Tensor) -> Tensor:
         chosen = values | {name: values[name][rows] for name in by_token}
         if cost[1]:  # else values are only copied
-            chosen = {key: wide(value)[0] if isinstance(value, Tensor) else value for key, value in chosen.items()}
+            chosen = dict(zip(chosen, wide(*chosen.values()), strict=True))
         exact = reference(**chosen)
         return (dequantized(exact) if quantized else exact).double()
 
