@@ -188,7 +188,14 @@ OPERATIONS = {
         ),
         Operation(
             "gated_delta.dispatch:gated_delta_net", what="gated DeltaNet after its projections: convolution, rule, gated norm",
-            cost="cost", cases="CASES", no_op="it reads and writes the states of minirt's slots",
+            arguments="qkvz: [T, C + Hv * Dv] activations rows apart, ba: [T, 2 * Hv] of qkvz rows apart, "
+            "state.recurrent!: [S, Hv, Dk: state head, Dv: state head] fp32, state.conv!: [S, R, C] of qkvz, "
+            "state.gates?!: [S, R, 2, Hv] fp32 together with state.folded, state.folded?!: [S, Hv] int32, "
+            "weights.conv: [C, 4] of qkvz, weights.A_log: [Hv] fp32, weights.dt_bias: [Hv] fp32, weights.norm: [Dv] of qkvz, "
+            "sequences.slots: [B] int32, sequences.query_starts: [B + 1] int32, sequences.seq_lens: [B] int32, "
+            "sequences.snapshots?: [B, 2, 2] int32 -> out: [T, Hv * Dv] of qkvz",
+            check="gated_delta.dispatch:check_channels", cost="cost", cases="CASES",
+            no_op="it reads and writes the states of minirt's slots",
         ),
         Operation(
             "moe.dispatch:router_logits", what="RMSNorm and the logits of a mixture's router", reference="reference:norm_linear",

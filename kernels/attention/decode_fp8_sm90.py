@@ -26,7 +26,6 @@ if the item has more than two heads, a query. A slot is filled and read together
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -35,11 +34,11 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minirt.errors import InputError
 from minirt.kernels.attention.online_softmax import gate_output, hide, inverse, log2, score, widen
 from minirt.kernels.attention.operands import AttentionFacts, AttentionInput, decode_lookup_size
 from minirt.kernels.attention.work_items_sm90 import (
     BLOCK_N,
+    Constants,
     count_blocks,
     find_candidates,
     find_firsts,
@@ -58,45 +57,12 @@ from minirt.kernels.hopper.limits import TILE_QUERIES
 from minirt.kernels.hopper.ring import release, ring_barriers, wait_empty, wait_full
 from minirt.kernels.hopper.tma import CHANNELS, cp_async, tma_descriptor, tma_load
 from minirt.kernels.launch import Gpu, cdiv, launch_options, most_registers, sm_count
-from minirt.kernels.linear.dispatch import fetches_early
-from minirt.kernels.prepared import compile_time, prepared
+from minirt.kernels.prepared import prepared
 
 PAIRS = CHANNELS  # pairs of channels of a tile
 PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
 WIDE = gl.constexpr(gl.DotOperandLayout(0, PRODUCTS.value, 2))  # K and V
 NARROW = gl.constexpr(gl.DotOperandLayout(1, PRODUCTS.value, 2))  # queries and probabilities
-
-
-@compile_time
-class _Constants(NamedTuple):
-    """What a launch compiles in.
-
-    Args:
-        R, ROW: as in `constants.Constants`.
-        UNITS: items of all KV heads of a split.
-        TILES: tiles of an item; HEADS: its KV heads; N: its queries, padded.
-        SIDE: tiles of a stage of the ring; STAGES: its stages; SLOTS: slots of scales.
-        REGISTERS: of a thread of the fetching warp.
-        EARLY: whether the next kernel is triggered before the work.
-    """
-
-    NQ: int
-    NKV: int
-    D: int
-    R: int
-    ROW: int
-    PAGE_SIZE: int
-    SPLIT: int
-    STRIDE: int
-    UNITS: int
-    TILES: int
-    HEADS: int
-    N: int
-    SIDE: int
-    STAGES: int
-    SLOTS: int
-    REGISTERS: int
-    EARLY: bool
 
 
 @gluon.jit
@@ -106,14 +72,13 @@ def ask_token(place, first_head, heads, rope, sequences, table_width, row, write
     This loads, for each row, its head's q, k and v in pieces. It also loads v of the first tiles in the layout of the sums, the
     cosines and sines, the token's page for the rows that write K and V, the partners of q and k, and the scale of q.
     """
-    GROUP: gl.constexpr = C.NQ // C.NKV
     b, token, length, _ = place
     limit = length - 1
     token = gl.maximum(token, 0)
     heads_ptr = heads + token * C.ROW
     # Rows past the last head repeat the last head and are not stored.
-    q_ptrs = heads_ptr + (gl.minimum(first_head * GROUP + row, C.NQ - 1) * C.D)[:, None]
-    k_ptrs = heads_ptr + ((C.NQ + gl.minimum(first_head + row // GROUP, C.NKV - 1)) * C.D)[:, None]
+    q_ptrs = heads_ptr + (gl.minimum(first_head * C.GROUP + row, C.NQ - 1) * C.D)[:, None]
+    k_ptrs = heads_ptr + ((C.NQ + gl.minimum(first_head + row // C.GROUP, C.NKV - 1)) * C.D)[:, None]
     v_ptrs = k_ptrs + C.NKV * C.D
     position = gl.maximum(limit, 0)
     # Rows that write nothing load another page. If all loaded one page, the compiler would use a uniform register and wait.
@@ -360,7 +325,6 @@ def _attend_items(heads, rope, pages, ring, slots, item_tiles, sequences, result
     """
     q_tiles, s_tiles, inverse_tiles, p_tiles = item_tiles
     B, table_width = sizes
-    GROUP: gl.constexpr = C.NQ // C.NKV
     WITHIN: gl.constexpr = PAIRS * 2 // C.D  # heads of a tile
     HALF: gl.constexpr = C.D // 2
     STORES: gl.constexpr = sequences.query_starts is None  # else `rope_write` does
@@ -370,8 +334,8 @@ def _attend_items(heads, rope, pages, ring, slots, item_tiles, sequences, result
     row = gl.arange(0, C.N, gl.SliceLayout(1, ROWS))
     d = gl.arange(0, HALF, gl.SliceLayout(0, ROWS))
     column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, WIDE))
-    second = n >= GROUP
-    writes = (row % GROUP == 0) & (row < C.HEADS * GROUP)  # rows that write the new token's K and V
+    second = n >= C.GROUP
+    writes = (row % C.GROUP == 0) & (row < C.HEADS * C.GROUP)  # rows that write the new token's K and V
     q_norm, k_norm = load_norm(rope.q_norm, d, C), load_norm(rope.k_norm, d, C)
     first, programs = gl.program_id(0), gl.num_programs(0)
     items = gl.load(sequences.split_starts + B)
@@ -398,16 +362,16 @@ def _attend_items(heads, rope, pages, ring, slots, item_tiles, sequences, result
         largest = gl.max(gl.maximum(gl.abs(q_left), gl.abs(q_right)), 1)
         exponent = gl.minimum(largest.to(gl.int32, bitcast=True) & 0x7F800000, 0x7E800000)
         shrink = (0x7F000000 - exponent).to(gl.float32, bitcast=True)[:, None]
-        _store_queries((q_left * shrink).to(gl.float16), q_tiles, row // GROUP, 0, C.D)
-        _store_queries((q_right * shrink).to(gl.float16), q_tiles, row // GROUP, C.D // 4, C.D)
+        _store_queries((q_left * shrink).to(gl.float16), q_tiles, row // C.GROUP, 0, C.D)
+        _store_queries((q_right * shrink).to(gl.float16), q_tiles, row // C.GROUP, C.D // 4, C.D)
         power = gl.convert_layout(exponent.to(gl.float32, bitcast=True), gl.SliceLayout(0, PRODUCTS)) * scores.scale
         # The new token's score [heads]; −inf if the token belongs to another split.
         new_score = gl.full([C.N], float("-inf"), gl.float32, gl.SliceLayout(0, PRODUCTS))
         new_scale = gl.full([C.N], 1.0, gl.float32, gl.SliceLayout(0, PRODUCTS))
         if newest:
             turned_left, turned_right = turn(raw_k, k_partners, k_norm, angles, (), d, rope, C)
-            slot = (page.to(gl.int64) * C.PAGE_SIZE + limit % C.PAGE_SIZE) * C.NKV + head + row // GROUP
-            exists = writes & (head + row // GROUP < C.NKV)
+            slot = (page.to(gl.int64) * C.PAGE_SIZE + limit % C.PAGE_SIZE) * C.NKV + head + row // C.GROUP
+            exists = writes & (head + row // C.GROUP < C.NKV)
             new_left, new_right, k_scale = _write(turned_left, turned_right, pages.k, pages.k_scale, slot, d, exists, STORES, C.D)
             v_scale = _write(raw_v[0], raw_v[1], pages.v, pages.v_scale, slot, d, exists, STORES, C.D)[2]
             product = gl.sum(q_left * new_left + q_right * new_right, 1) * k_scale
@@ -427,10 +391,10 @@ def _attend_items(heads, rope, pages, ring, slots, item_tiles, sequences, result
         for i in range(blocks):
             taken, k_scale, v_scale = take_with_scales(ring, slots, step, count, second)
             step, count = step + 1, count + 1
-            s = _scores(gl.zeros([BLOCK_N, C.N], gl.float32, PRODUCTS), taken, q_even, q_odd, n // (GROUP * WITHIN))
+            s = _scores(gl.zeros([BLOCK_N, C.N], gl.float32, PRODUCTS), taken, q_even, q_odd, n // (C.GROUP * WITHIN))
             for c in range(C.SIDE, C.TILES, C.SIDE):
                 taken = take(ring, step, False)
-                s = _scores(s, taken, q_even, q_odd, n // (GROUP * WITHIN) - c)
+                s = _scores(s, taken, q_even, q_odd, n // (C.GROUP * WITHIN) - c)
                 step += 1
             inside = (begin + i * BLOCK_N + m < limit)[:, None]
             v_scale = gl.where(inside, v_scale, 1.0) + gl.zeros_like(s)
@@ -448,9 +412,9 @@ def _attend_items(heads, rope, pages, ring, slots, item_tiles, sequences, result
             p_tiles.index(i).store(p.to(gl.float16))
         new_weight = gl.exp2(new_score - row_max)
         total = gl.sum(weights, 0) + new_weight * inverse(new_scale)
-        exist = (n < C.HEADS * GROUP) & (head * GROUP + n < C.NQ) & (token >= 0)
+        exist = (n < C.HEADS * C.GROUP) & (head * C.GROUP + n < C.NQ) & (token >= 0)
         normalize = 1 / total
-        part = item.to(gl.int64) * C.NQ + head * GROUP
+        part = item.to(gl.int64) * C.NQ + head * C.GROUP
         if length > C.SPLIT:
             gl.store(results.row_stats + 2 * (part + n), row_max, mask=exist)
             gl.store(results.row_stats + 2 * (part + n) + 1, total, mask=exist)
@@ -482,11 +446,11 @@ def _attend_items(heads, rope, pages, ring, slots, item_tiles, sequences, result
             for j in gl.static_range(C.SIDE):
                 even, odd = sums[2 * j], sums[2 * j + 1]
                 channel = (c + j) * (PAIRS * 2) + 2 * m
-                stored = exist[None, :] & ((channel // C.D)[:, None] == (n // GROUP)[None, :])
+                stored = exist[None, :] & ((channel // C.D)[:, None] == (n // C.GROUP)[None, :])
                 at = n[None, :] * C.D + (channel % C.D)[:, None]
                 if length <= C.SPLIT:
-                    out_ptrs = results.out + (token * C.NQ + head * GROUP) * C.D + at
-                    out_head, out_channel = head * GROUP + n[None, :], (channel % C.D)[:, None]
+                    out_ptrs = results.out + (token * C.NQ + head * C.GROUP) * C.D + at
+                    out_head, out_channel = head * C.GROUP + n[None, :], (channel % C.D)[:, None]
                     x = gate_output(even * normalize[None, :], results, token, out_head, out_channel, stored)
                     gl.store(out_ptrs, x.to(results.out.dtype.element_ty), mask=stored)
                     x = gate_output(odd * normalize[None, :], results, token, out_head, out_channel + 1, stored)
@@ -548,20 +512,14 @@ FAMILY = Family("decode_fp8_sm90", DecodeFp8Sm90Config, (__file__,), ("T", "Nq",
 
 def launch(a: AttentionInput) -> None:
     """Same as `decode.launch`."""
-    if a.rope is None:
-        raise InputError("missing", where="rope", expected="raw heads", hint="`decode` takes queries")
-    (Nq, Nkv, D), pages, B, device = a.head_shape, a.pages, a.num_seqs, a.out.device
+    (_, Nkv, D), pages, B, device = a.head_shape, a.pages, a.num_seqs, a.out.device
     pairs = (x.view(torch.int16).view(-1, Nkv * D // 2) for x in pages[:2])
     k, v = (tma_descriptor(x, min(pages.page_size, _BOX), PAIRS.value) for x in pairs)
     c = FAMILY.lookup(device, a.facts(variant(B)))
     units = cdiv(Nkv * D, 2 * PAIRS.value * c.tiles)
     programs = max(1, min(a.max_splits * units, c.programs * sm_count(device)))
-    constants = _Constants(
-        Nq, Nkv, D, a.rope.channels, a.heads.stride(0), pages.page_size, a.split, STRIDE=max(1, decode_lookup_size(B) // 32),
-        UNITS=units, TILES=c.tiles,
-        HEADS=2 * PAIRS.value * c.tiles // D, N=TILE_QUERIES, SIDE=c.side, STAGES=c.stages, SLOTS=c.slots,
-        REGISTERS=c.registers, EARLY=a.pdl and fetches_early(B, device),
-    )  # fmt: skip
+    heads = 2 * PAIRS.value * c.tiles // D
+    constants = Constants.of(a, TILE_QUERIES, c.stages, units, c.tiles, heads, c.side, c.slots, c.registers)
     _decode_fp8_sm90_kernel[(programs,)](
         a.heads, a.rope, pages.for_kernel(torch.uint8), k, v, a.sequences, a.results(a.max_splits), a.scores.in_base_2(), B,
         a.table_width, C=constants, maxnreg=most_registers(256 * c.programs), **launch_options(4, 1, a.pdl),

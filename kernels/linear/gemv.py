@@ -24,10 +24,10 @@ WARP = 32
 
 @dataclass(frozen=True)
 class GemvConfig:
-    """A launch configuration of `gemv` and of `gemv_int4`.
+    """A launch configuration of `gemv`, of `gemv_int4` and of `few_tokens_int4`.
 
     Args:
-        block_n: outputs of a program. A gated program reads two weight rows for each.
+        block_n: outputs of a program; a power of two. A gated program reads two weight rows for each.
         num_warps: warps of a program, side by side along K.
         tiles: tiles in flight.
         registers: the most registers of a thread; None for no limit.

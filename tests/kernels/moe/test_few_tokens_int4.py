@@ -10,9 +10,10 @@ from support.experts import four_bits
 
 from minirt.kernels import reference
 from minirt.kernels.launch import Gpu
+from minirt.kernels.linear.gemv import GemvConfig
 from minirt.kernels.linear.product import Epilogue, Norm, Product, ProductFacts
 from minirt.kernels.moe import few_tokens_int4
-from minirt.kernels.moe.few_tokens_int4 import CASES, MOST, FewTokensInt4Config
+from minirt.kernels.moe.few_tokens_int4 import CASES, MOST
 from minirt.kernels.moe.mixture import SharedOutput
 
 EPS = 1e-6
@@ -60,7 +61,7 @@ def test_few_tokens(case, T, dtype, make, nan, agrees):
 def test_any_configuration(sizes, k, H, inter, dtype, make, nan, agrees):
     """Programs of 1 to 8 outputs, of which the last have fewer; two tiles, the second with an end of K that is ragged, in flight
     together or not; tiles of down that begin in one expert and end in the second or fifth next; with a norm and without."""
-    config = FewTokensInt4Config(*sizes)
+    config = GemvConfig(*sizes)
     case = {"E": 7, "k": k, "H": H, "I": inter, "group": 32 if config.rows in (1, 4) else 128}
     x, norm, *rest = operands(make, case, dtype, 2)
     check((x, None if config.rows == 2 else norm, *rest), k, True, "silu", nan, agrees, config)
