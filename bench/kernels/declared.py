@@ -14,12 +14,6 @@ from minirt.kernels.operations import OPERATIONS, Operation
 Sizes = dict[str, int]  # of axes, and of arguments of type int
 
 
-def sizes_of(step: Step) -> Sizes:
-    """The sizes of a model's axes, as the declarations name them."""
-    config = step.config
-    return {"T": step.tokens, "H": config.hidden_size, "K": config.intermediate_size, "V": config.vocab_size}
-
-
 def is_declared(operation: Operation, sizes: Sizes) -> bool:
     """Whether `inputs` can make an operation's arguments of these sizes."""
     unknown = any(argument.further_axes or argument.type == "any dtype" for argument in operation.declaration.arguments)
@@ -68,8 +62,10 @@ def declared(step: Step, name: str, library: Callable[..., Any] | None = None, o
     """
     operation, made = OPERATIONS[name], Inputs(step)
     reference, kernel, declaration = operation.eager, operation.function, operation.declaration
-    sizes = {axis: size for axis, size in sizes_of(step).items() if axis in _axes(operation)}
-    values = inputs(operation, sizes, lambda *shape: made.normal(*shape, scale=3.0), step.config.rms_norm_eps)
+    config, axes = step.config, _axes(operation)
+    every = {"T": step.tokens, "H": config.hidden_size, "K": config.intermediate_size, "V": config.vocab_size}
+    sizes = {axis: size for axis, size in every.items() if axis in axes}
+    values = inputs(operation, sizes, lambda *shape: made.normal(*shape, scale=3.0), config.rms_norm_eps)
     quantized = len(declaration.results) > 1  # values and scales
     if outlier != 1.0:
         values[declaration.first][:, 0] *= outlier

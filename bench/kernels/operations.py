@@ -134,11 +134,6 @@ class Inputs:
     def nan(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.full(shape, torch.nan, dtype=dtype or self.step.dtype, device=self.step.device)
 
-    def quantized(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        """Outputs in FP8: values, and a scale for each row."""
-        values = torch.empty(rows, columns, dtype=FP8, device=self.step.device)
-        return values, self.nan(rows, dtype=torch.float32)
-
 
 def fill_nan(*tensors: Tensor) -> None:
     for tensor in tensors:

@@ -6,18 +6,7 @@ from pathlib import Path
 from minirt.bench import picture
 from minirt.bench.compare.report import draw as draw_layers
 from minirt.bench.picture import Panel, Series
-from minirt.bench.tools.results import (
-    BESIDE_VLLM,
-    FORMATS,
-    OFFLINE,
-    Point,
-    Records,
-    Result,
-    format_of,
-    mark,
-    points_of,
-    run_of,
-)
+from minirt.bench.tools.results import BESIDE_VLLM, FORMATS, OFFLINE, Point, Records, Result, format_of, mark, points_of, run_of
 
 _MOST_KERNELS = 9  # of a picture; others are summed
 _RATIO_TITLE = "×: how many times as fast minirt is"

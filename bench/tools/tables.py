@@ -17,19 +17,7 @@ from typing import NamedTuple
 
 from minirt.bench.tools import pictures
 from minirt.bench.tools.beside_vllm import engines_table, headline, readme_table
-from minirt.bench.tools.cells import (
-    NONE,
-    Grid,
-    mib,
-    milliseconds,
-    ms,
-    percent,
-    rows_of,
-    share,
-    signed,
-    table,
-    with_blocks,
-)
+from minirt.bench.tools.cells import NONE, Grid, mib, milliseconds, ms, percent, rows_of, share, signed, table, with_blocks
 from minirt.bench.tools.results import (
     BESIDE_VLLM,
     FORMATS,

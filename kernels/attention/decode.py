@@ -225,9 +225,7 @@ def _decode_kernel(heads, rope, pages, sequences, results, scores, B, table_widt
             if first == begin:
                 # Inside the loop, so that its first loads of K and V are in flight before any wait.
                 if ALL and item + programs < items:
-                    next_b, next_length, next_split, next_numbers = find_work_item(
-                        item + programs, sequences, B, table_width, C
-                    )
+                    next_b, next_length, next_split, next_numbers = find_work_item(item + programs, sequences, B, table_width, C)
                 heads_ptr = heads + token * ROW
                 if C.RAW:
                     turned, k, v = _rotated_heads(heads_ptr, head, kv_head, rope, limit, C, PDL)

@@ -12,15 +12,7 @@ import triton
 import triton.language as tl
 
 from minirt.kernels.attention.constants import Constants
-from minirt.kernels.attention.online_softmax import (
-    attend_context,
-    existing,
-    fuses,
-    gate_output,
-    load_channels,
-    prepare,
-    whole,
-)
+from minirt.kernels.attention.online_softmax import attend_context, existing, fuses, gate_output, load_channels, prepare, whole
 from minirt.kernels.attention.operands import AttentionFacts, AttentionInput, prefill_lookup_size
 from minirt.kernels.attention.partial import is_left
 from minirt.kernels.compile.tuning import Family

@@ -11,12 +11,7 @@ half as many tokens. `k` and `v` are rings (tiles, full, empty), see `hopper.rin
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from minirt.kernels.attention.constants import Constants
 from minirt.kernels.attention.online_softmax import hide, score

@@ -183,9 +183,7 @@ def qk_norm_rope_kv_write(
     return q_out
 
 
-def launch(
-    heads: Tensor, rope: Rope, pages: KVPages, positions: Tensor, slots: Tensor, q_out: Tensor, pdl: bool = False
-) -> None:
+def launch(heads: Tensor, rope: Rope, pages: KVPages, positions: Tensor, slots: Tensor, q_out: Tensor, pdl: bool = False) -> None:
     """`qk_norm_rope_kv_write` of operands that were checked before."""
     (T, Nq, D), Nkv = q_out.shape, pages.num_kv_heads
     if T == 0:

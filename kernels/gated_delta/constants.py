@@ -56,14 +56,6 @@ class Constants(NamedTuple):
 
 
 @triton.jit
-def raw_input(x_ptrs, ring_ptrs, position, start, inside):
-    """Inputs of the convolution at positions: new ones from `x_ptrs`, older ones from the ring, zeros before position 0."""
-    new = tl.load(x_ptrs, mask=inside & (position >= start), other=0.0)
-    old = tl.load(ring_ptrs, mask=inside & (position < start) & (position >= 0), other=0.0)
-    return tl.where(position >= start, new, old).to(tl.float32)
-
-
-@triton.jit
 def convolve(x_ptr, x_stride, ring_ptr, weight_ptr, channels, position, start, inside, C):
     """SiLU of the causal convolution at `position`, for `channels`; the two broadcast with each other.
 
@@ -76,8 +68,10 @@ def convolve(x_ptr, x_stride, ring_ptr, weight_ptr, channels, position, start, i
         before = position - (WIDTH - 1 - j)
         x_ptrs = x_ptr + (before - start).to(tl.int64) * x_stride + channels
         ring_ptrs = ring_ptr + (before + C.RING) % C.RING * C.CHANNELS + channels  # also of a negative position
-        value = raw_input(x_ptrs, ring_ptrs, before, start, inside)
-        y += value * tl.load(weight_ptr + channels * WIDTH + j).to(tl.float32)
+        # New inputs are in x, older ones in the ring; before position 0 they are zeros.
+        new = tl.load(x_ptrs, mask=inside & (before >= start), other=0.0)
+        old = tl.load(ring_ptrs, mask=inside & (before < start) & (before >= 0), other=0.0)
+        y += tl.where(before >= start, new, old).to(tl.float32) * tl.load(weight_ptr + channels * WIDTH + j).to(tl.float32)
     return silu(y)
 
 

@@ -12,13 +12,7 @@ from minirt.errors import InputError
 from minirt.kernels.checks import check_arguments
 from minirt.kernels.gated_delta.chunk import chunk
 from minirt.kernels.gated_delta.decode import decode
-from minirt.kernels.gated_delta.operands import (
-    WIDTH,
-    GatedDeltaInput,
-    GatedDeltaSequences,
-    GatedDeltaState,
-    GatedDeltaWeights,
-)
+from minirt.kernels.gated_delta.operands import WIDTH, GatedDeltaInput, GatedDeltaSequences, GatedDeltaState, GatedDeltaWeights
 from minirt.kernels.regimes import Limits, Regime, SumOrder
 
 _LIMITS = Limits(("fp16", "fp32"))

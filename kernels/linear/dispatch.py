@@ -24,17 +24,7 @@ from minirt.kernels.checks import check_activations, check_arguments, check_tens
 from minirt.kernels.compile.tuning import Family
 from minirt.kernels.hopper.limits import LINEAR as HOPPER
 from minirt.kernels.launch import Workspace, capability
-from minirt.kernels.linear import (
-    gemm,
-    gemm_sm90,
-    gemm_small,
-    gemv,
-    gemv_int4,
-    gemv_int4_sm90,
-    int4,
-    int4_sm90,
-    int4_small_sm90,
-)
+from minirt.kernels.linear import gemm, gemm_sm90, gemm_small, gemv, gemv_int4, gemv_int4_sm90, int4, int4_sm90, int4_small_sm90
 from minirt.kernels.linear.product import Epilogue, Norm, Product, RowMaxima
 from minirt.kernels.norm import rms_norm, rms_norm_quantize
 from minirt.kernels.quantize import quantize

@@ -497,10 +497,10 @@ def gate_up(
     rounds = _rounds(c, N, T, pairs, out.device)
     programs = cdiv(N, c.block_n * c.blocks * rounds)
     constants = _constants(product, c, top_k, shared is not None, T)
-    gate = None if shared is None else out.new_empty(T)
-    weights = (None,) * 3
+    gate, weights = None, (None,) * 3
     if shared is not None:
-        weights = shared.gate_up, Epilogue(shared.gate_up_scale, activation=product.epilogue.activation), shared.gate
+        gate, of_up = out.new_empty(T), Epilogue(shared.gate_up_scale, activation=product.epilogue.activation)
+        weights = shared.gate_up, of_up, shared.gate
     _few_gate_up_kernel[(T, pairs // T, programs)](
         product.x, product.norm, logits, weight, product.epilogue, *weights, gate, out, E, N, rounds, C=constants,
         maxnreg=_registers(c, out.device, T, programs * pairs), **launch_options(c.num_warps, 1, product.pdl),

@@ -54,9 +54,7 @@ class _Inputs:
 
     def __init__(self, shape: LinearShape, T: int, E: int, device: torch.device) -> None:
         self._random, self.shape, self.device = torch.Generator(device).manual_seed(0), shape, device
-        self.weight = torch.empty(
-            E, shape.rows, shape.K, dtype=torch.float8_e4m3fn if shape.fp8 else shape.dtype, device=device
-        )
+        self.weight = torch.empty(E, shape.rows, shape.K, dtype=torch.float8_e4m3fn if shape.fp8 else shape.dtype, device=device)
         scales: list[Any] = []
         for e in range(E):  # in turn, as to quantize takes many temporary bytes for each weight
             self.weight[e], scale = stored(self.normal(shape.rows, shape.K) / shape.K**0.5, shape)

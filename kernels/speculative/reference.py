@@ -80,9 +80,7 @@ def check_matching(columns: Columns, most: int, shortest: int, longest: int) -> 
         raise InputError("not acceptable values", where="shortest, longest", expected=expected, found=shown)
 
 
-def draft_input(
-    tokens: Tensor, table: Tensor, hidden: Tensor, token_norm: Tensor, hidden_norm: Tensor, eps: float
-) -> Tensor:
+def draft_input(tokens: Tensor, table: Tensor, hidden: Tensor, token_norm: Tensor, hidden_norm: Tensor, eps: float) -> Tensor:
     """[rms_norm(table[tokens], token_norm) | rms_norm(hidden, hidden_norm)]: [T] int64 and [T, H] → [T, 2H]."""
     return torch.cat((rms_norm(embedding(tokens, table), token_norm, eps), rms_norm(hidden, hidden_norm, eps)), 1)
 

@@ -22,9 +22,7 @@ from minirt.kernels.step.table import Columns, Rows, StepTensors
 # The words of a row, as kernels take them.
 NUM_CACHED, NUM_NEXT, FINAL_LEN = map(tl.constexpr, (words.NUM_CACHED, words.NUM_NEXT, words.FINAL_LEN))
 PROMPT_LEN, LOGPROBS, SEED = map(tl.constexpr, (words.PROMPT_LEN, words.LOGPROBS, words.SEED))
-TEMPERATURE, NEXT_TOKENS, RULED, MATCHED = map(
-    tl.constexpr, (words.TEMPERATURE, words.NEXT_TOKENS, words.RULED, words.MATCHED)
-)
+TEMPERATURE, NEXT_TOKENS, RULED, MATCHED = map(tl.constexpr, (words.TEMPERATURE, words.NEXT_TOKENS, words.RULED, words.MATCHED))
 _COLUMNS = tl.constexpr(len(COLUMNS))
 _EDITING = 32  # programs that apply edits
 _EDIT_BLOCK = 1024  # words that a program writes at a time
