@@ -192,7 +192,6 @@ def _decode_kernel(heads, rope, pages, sequences, results, scores, B, table_widt
     heads, and the new token need not be in the pages yet. With `query_starts`, items of sequences without exactly one new token
     are skipped, and `rope_write` writes the new tokens to the pages.
     """
-    GROUP: tl.constexpr = C.NQ // C.NKV
     FP8: tl.constexpr = pages.k_scale is not None
     ALL: tl.constexpr = sequences.query_starts is None  # whether each sequence has one new token
     ROW: tl.constexpr = C.ROW if C.RAW else C.NQ * C.D
@@ -204,8 +203,8 @@ def _decode_kernel(heads, rope, pages, sequences, results, scores, B, table_widt
         tl.extra.cuda.gdc_wait()  # the kernel before may have written the new token's K and V
     row = tl.arange(0, C.BLOCK_M)
     d = tl.arange(0, C.BLOCK_D)[None, :]
-    head = kv_head * GROUP + tl.minimum(row, GROUP - 1)  # rows past the group repeat its last head and are not stored
-    valid = row < GROUP
+    head = kv_head * C.GROUP + tl.minimum(row, C.GROUP - 1)  # rows past the group repeat its last head and are not stored
+    valid = row < C.GROUP
     for item in range(first_item, items, programs):
         begin = split * C.SPLIT
         limit = length - 1 if C.RAW else length  # tokens in the pages
@@ -219,7 +218,7 @@ def _decode_kernel(heads, rope, pages, sequences, results, scores, B, table_widt
             token = tl.load(sequences.query_starts + b).to(tl.int64)
             single = tl.load(sequences.query_starts + b + 1) == token + 1
             end = tl.where(single, end, begin)
-            stored = row < tl.where(single, GROUP, 0)
+            stored = row < tl.where(single, C.GROUP, 0)
         next_b, next_length, next_split, next_numbers = b, length, split, numbers
         for first in range(begin, end, C.BLOCK_N):
             if first == begin:

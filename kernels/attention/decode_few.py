@@ -39,14 +39,13 @@ def _decode_few_kernel(q_ptr, pages, sequences, results, scores, B, table_width,
     For a sequence with one split it stores the final result, else a partial one for each new token. Row r of the tile is head
     r % GROUP of the group, of new token r // GROUP.
     """
-    GROUP: tl.constexpr = C.NQ // C.NKV
     FP8: tl.constexpr = pages.k_scale is not None
     kv_head = tl.program_id(0) % C.NKV
     first_item, programs = tl.program_id(0) // C.NKV, tl.num_programs(0) // C.NKV
     items = tl.load(sequences.split_starts + B)
     row = tl.arange(0, C.BLOCK_M)
     d = tl.arange(0, C.BLOCK_D)[None, :]
-    query, head = row // GROUP, kv_head * GROUP + row % GROUP
+    query, head = row // C.GROUP, kv_head * C.GROUP + row % C.GROUP
     if PDL:
         tl.extra.cuda.gdc_wait()  # for q, and the new tokens' K and V
     for item in range(first_item, items, programs):
@@ -55,7 +54,7 @@ def _decode_few_kernel(q_ptr, pages, sequences, results, scores, B, table_width,
         new = tl.load(sequences.query_starts + b + 1) - start
         begin = split * C.SPLIT
         end = tl.where(new > 0, tl.minimum(begin + C.SPLIT, length), begin)
-        inside = row < new * GROUP
+        inside = row < new * C.GROUP
         stored = existing(inside[:, None], d, C.D)
         first_value = start.to(tl.int64) * (C.NQ * C.D)
         at = (query * C.NQ + head)[:, None] * C.D + d
@@ -77,7 +76,7 @@ def _decode_few_kernel(q_ptr, pages, sequences, results, scores, B, table_width,
             out = gate_output(out, results, (start + query).to(tl.int64)[:, None], head[:, None], d, stored)
             tl.store(results.out + first_value + at, out.to(results.out.dtype.element_ty), mask=stored)
         else:
-            part = (tl.cast(item, tl.int64) * C.NKV + kv_head) * (C.QUERIES * GROUP)
+            part = (tl.cast(item, tl.int64) * C.NKV + kv_head) * (C.QUERIES * C.GROUP)
             sums_ptr, stats_ptr = results.sums + part * C.D, results.row_stats + 2 * part
             tl.store(sums_ptr + row[:, None] * C.D + d, tl.where(sees[:, None], whole(acc), 0.0), mask=stored)
             tl.store(stats_ptr + 2 * row, tl.where(sees, row_max, float("-inf")), mask=inside)

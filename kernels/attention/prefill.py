@@ -58,8 +58,7 @@ def _find(block, starts_ptr, B, QUERIES: tl.constexpr, BLOCK_B: tl.constexpr):
 @triton.jit(do_not_specialize=["B", "table_width"])
 def _prefill_kernel(q_ptr, pages, sequences, results, scores, B, table_width, C):
     """BLOCK_M // GROUP queries of one sequence, with the GROUP heads of one KV head."""
-    GROUP: tl.constexpr = C.NQ // C.NKV
-    QUERIES: tl.constexpr = C.BLOCK_M // GROUP
+    QUERIES: tl.constexpr = C.BLOCK_M // C.GROUP
     kv_head = tl.program_id(0) % C.NKV
     # A sequence's last block takes longest, so it starts first.
     block = tl.num_programs(0) // C.NKV - 1 - tl.program_id(0) // C.NKV
@@ -69,11 +68,11 @@ def _prefill_kernel(q_ptr, pages, sequences, results, scores, B, table_width, C)
     if (first_query < length) & is_left(length, limit, C):
         context = limit - length
         row = tl.arange(0, C.BLOCK_M)
-        query = first_query + row // GROUP
-        valid = (query < length) & (row < QUERIES * GROUP)
+        query = first_query + row // C.GROUP
+        valid = (query < length) & (row < QUERIES * C.GROUP)
         # Rows past the end repeat the last query instead of being masked. They are not stored.
         query = tl.minimum(query, length - 1)
-        head = kv_head * GROUP + row % GROUP
+        head = kv_head * C.GROUP + row % C.GROUP
         d = tl.arange(0, C.BLOCK_D)[None, :]
         token = (start + query).to(tl.int64)
         at = (token * C.NQ + head)[:, None] * C.D + d

@@ -36,7 +36,7 @@ def _tile(turn, sequences, sizes, C):
     Long tiles come first (see `prefill._find`). Programs take tiles in alternating direction, so that each gets a similar share
     of long ones.
     """
-    QUERIES: gl.constexpr = TEAMS * ROWS // (C.NQ // C.NKV)
+    QUERIES: gl.constexpr = TEAMS * ROWS // C.GROUP
     B, _, tiles = sizes
     programs = gl.num_programs(0)
     index = turn * programs + gl.where(turn % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
@@ -141,7 +141,6 @@ def _next_block(q_tile, k, v, turns, state, step, round, first, row_limit, score
 @gluon.jit
 def _attend_tiles(q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scores, sizes, C, TEAM: gl.constexpr):
     """Task of one team: its rows of all tiles. Row r of a tile is head r % GROUP of query r // GROUP."""
-    GROUP: gl.constexpr = C.NQ // C.NKV
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.D, 16])
     MOVED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.D, C.D // 8], [4, 1], [1, 0])
@@ -159,12 +158,12 @@ def _attend_tiles(q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scor
         if seen > 0:
             # Rows past the end repeat the last query instead of being masked. They are not stored.
             row = TEAM * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, MOVED))
-            at = (gl.minimum(row // GROUP, queries - 1) * (C.NKV * GROUP) + row % GROUP) * C.D
+            at = (gl.minimum(row // C.GROUP, queries - 1) * (C.NKV * C.GROUP) + row % C.GROUP) * C.D
             at = at[:, None] + gl.arange(0, C.D, gl.SliceLayout(0, MOVED))[None, :]
-            base = (start.to(gl.int64) * C.NKV + kv_head) * (GROUP * C.D)
+            base = (start.to(gl.int64) * C.NKV + kv_head) * (C.GROUP * C.D)
             q_tile.store(gl.load(q_ptr + base + at))
             fence_async_shared()
-            query = (TEAM * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))) // GROUP
+            query = (TEAM * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))) // C.GROUP
             row_limit = before + 1 + gl.minimum(query, queries - 1)
             acc = gl.zeros([ROWS, C.D], gl.float32, SUMS)
             # Every row sees a token of the first block, so its row maximum is finite.
@@ -203,13 +202,13 @@ def _attend_tiles(q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scor
             step += 1
             acc /= gl.convert_layout(total, gl.SliceLayout(1, SUMS))[:, None]
             if results.gate is not None:  # through shared memory, so that its loads are contiguous
-                token = start.to(gl.int64) + gl.minimum(row // GROUP, queries - 1)
-                head = kv_head * GROUP + row % GROUP
+                token = start.to(gl.int64) + gl.minimum(row // C.GROUP, queries - 1)
+                head = kv_head * C.GROUP + row % C.GROUP
                 gate_ptrs = results.gate + (token * results.gate_token + head * results.gate_head)[:, None]
                 q_tile.store(gl.load(gate_ptrs + gl.arange(0, C.D, gl.SliceLayout(0, MOVED))[None, :]))
                 acc *= tl.sigmoid(q_tile.load(SUMS).to(gl.float32))
             q_tile.store(acc.to(q_tile.dtype))
-            stored = (row < TEAMS * ROWS // GROUP * GROUP) & (row // GROUP < queries)
+            stored = (row < TEAMS * ROWS // C.GROUP * C.GROUP) & (row // C.GROUP < queries)
             gl.store(results.out + base + at, q_tile.load(MOVED), mask=stored[:, None])
 
 

@@ -58,13 +58,11 @@ def gated_delta_net(
         return out
     alone = max_query_len <= max(1, state.drafts)
     a = GatedDeltaInput(qkvz, ba, weights, state, sequences, out, max_query_len, pdl and alone)
-    if not alone:
-        if state.drafts:  # tokens of earlier steps come first
-            decode(a)
-            chunk(a)
-            return out
+    if not alone and not state.drafts:
         chunk(a)
     decode(a)
+    if not alone and state.drafts:  # after `decode`, which folds tokens of earlier steps
+        chunk(a)
     return out
 
 

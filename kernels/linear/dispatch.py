@@ -132,12 +132,10 @@ def norm_linear(
     if check:
         check_arguments("norm_linear", x=x, norm_weight=norm_weight, weight=weight, bias=bias, scale=scale)
     epilogue = Epilogue(scale, None, bias)
-    if multiplier != 1.0 or softcap != 0.0:
+    if multiplier != 1.0 or softcap != 0.0 or row_maxima is not None:
         factor, cap = None if multiplier == 1.0 else float(multiplier), None if softcap == 0.0 else float(softcap)
-        epilogue = epilogue._replace(multiplier=factor, softcap=cap)
-    if row_maxima is not None:
-        values, needed = row_maxima
-        epilogue = epilogue._replace(row_maxima=values, row_maxima_stride=values.stride(0), logits_needed=needed)
+        maxima = () if row_maxima is None else (row_maxima.values, row_maxima.values.stride(0), row_maxima.logits_needed)
+        epilogue = Epilogue(scale, None, bias, None, None, factor, cap, *maxima)
     out = _output(x, weight, out_dtype or x.dtype) if out is None else out
     norm = None if norm_weight is None else Norm(norm_weight, eps)
     product = Product(x, weight, out, norm, epilogue, workspace, pdl)

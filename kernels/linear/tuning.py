@@ -66,10 +66,7 @@ def _prepare(regime: LinearRegime, shape: LinearShape, T: int, device: torch.dev
     x, residual = normal(T, shape.K), normal(T, shape.N) if shape.residual else None
     itemsize = 0.5 if shape.int4 else 1 if shape.fp8 else shape.dtype.itemsize
     copies = max(2, cdiv(_COLD, int(rows * shape.K * itemsize)))
-    weights: list[tuple[Tensor, Tensor | None]] = []
-    for _ in range(copies):
-        weight = normal(rows, shape.K) / shape.K**0.5
-        weights.append(stored(weight, shape))
+    weights = [stored(normal(rows, shape.K) / shape.K**0.5, shape) for _ in range(copies)]
     activation = "silu" if shape.gated else None
     h, x_scale = quantize(x, blocks=shape.blocks) if shape.fp8 and T > 1 else (x, None)
     out_dtype = torch.float32 if shape.logits else shape.dtype
