@@ -49,7 +49,7 @@ def gated_delta_net(
         InputError: tensors do not fit each other.
     """
     if check:
-        records = {"weights": weights, "state": state, "sequences": sequences}
+        records: dict[str, Any] = {"weights": weights, "state": state, "sequences": sequences}
         fields = {f"{name}.{field}": x for name, record in records.items() for field, x in record._asdict().items()}
         check_arguments("gated_delta_net", qkvz=qkvz, ba=ba, out=out, **fields)
     _, Hv, _, Dv = state.recurrent.shape

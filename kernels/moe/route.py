@@ -257,7 +257,7 @@ def route(
     top_k: k, the experts of a token. normalize: divide a token's weights by their sum. block_t: rows of a tile.
     """
     parts = logits if isinstance(logits, LogitParts) else None
-    given = logits if parts is None else parts.sums
+    given = logits.sums if isinstance(logits, LogitParts) else logits
     if check and parts is None:
         check_activations("logits", given)
     (T, E), count = given.shape[-2:], 0 if parts is None else given.shape[0]
