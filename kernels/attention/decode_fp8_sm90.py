@@ -38,7 +38,7 @@ from minirt.kernels.attention.online_softmax import gate_output, hide, inverse, 
 from minirt.kernels.attention.operands import AttentionFacts, AttentionInput, decode_lookup_size
 from minirt.kernels.attention.work_items_sm90 import (
     BLOCK_N,
-    Constants,
+    constants_of,
     count_blocks,
     find_candidates,
     find_firsts,
@@ -512,14 +512,15 @@ FAMILY = Family("decode_fp8_sm90", DecodeFp8Sm90Config, (__file__,), ("T", "Nq",
 
 def launch(a: AttentionInput) -> None:
     """Same as `decode.launch`."""
-    (_, Nkv, D), pages, B, device = a.head_shape, a.pages, a.num_seqs, a.out.device
+    shape, pages, B, device = a.head_shape, a.pages, a.num_seqs, a.out.device
+    _, Nkv, D = shape
     pairs = (x.view(torch.int16).view(-1, Nkv * D // 2) for x in pages[:2])
     k, v = (tma_descriptor(x, min(pages.page_size, _BOX), PAIRS.value) for x in pairs)
     c = FAMILY.lookup(device, a.facts(variant(B)))
     units = cdiv(Nkv * D, 2 * PAIRS.value * c.tiles)
     programs = max(1, min(a.max_splits * units, c.programs * sm_count(device)))
-    heads = 2 * PAIRS.value * c.tiles // D
-    constants = Constants.of(a, TILE_QUERIES, c.stages, units, c.tiles, heads, c.side, c.slots, c.registers)
+    of_fp8 = units, c.tiles, 2 * PAIRS.value * c.tiles // D, c.side, c.slots, c.registers
+    constants = constants_of(a, shape, B, TILE_QUERIES, c.stages, of_fp8)
     _decode_fp8_sm90_kernel[(programs,)](
         a.heads, a.rope, pages.for_kernel(torch.uint8), k, v, a.sequences, a.results(a.max_splits), a.scores.in_base_2(), B,
         a.table_width, C=constants, maxnreg=most_registers(256 * c.programs), **launch_options(4, 1, a.pdl),

@@ -18,7 +18,7 @@ from minirt.kernels.attention.work_items_sm90 import (
     BLOCK_N,
     BOX,
     PROGRAMS,
-    Constants,
+    constants_of,
     count_blocks,
     fetch_items,
     find_candidates,
@@ -257,8 +257,9 @@ def _decode_sm90_kernel(heads, rope, pages, k_pages, v_pages, sequences, results
 
 def launch(a: AttentionInput) -> None:
     """Same as `decode.launch`."""
-    (Nq, Nkv, D), pages, B, device = a.head_shape, a.pages, a.num_seqs, a.out.device
-    constants = Constants.of(a, 8 if Nq // Nkv <= 8 else 16, STAGES)
+    shape, pages, B, device = a.head_shape, a.pages, a.num_seqs, a.out.device
+    Nq, Nkv, D = shape
+    constants = constants_of(a, shape, B, 8 if Nq // Nkv <= 8 else 16, STAGES)
     k, v = (tma_descriptor(x, min(pages.page_size, BOX), CHANNELS.value, Nkv * D) for x in pages[:2])
     share = PROGRAMS if D <= 128 else 1  # programs that share an SM: the ring of one has as many bytes as two of 128 channels
     programs = max(1, min(a.max_splits * Nkv, share * sm_count(device)))

@@ -19,6 +19,7 @@ from minirt.kernels.prepared import compile_time
 BLOCK_N = gl.constexpr(64)  # tokens of a block: the M side of a product
 PROGRAMS = 2  # programs that share an SM, with heads of up to 128 channels
 BOX = 16  # tokens of one TMA load
+_new = tuple.__new__
 MOST_SEQUENCES = 1024  # two steps of 32 lanes can search this many
 
 
@@ -59,21 +60,20 @@ class Constants(NamedTuple):
     SLOTS: int
     REGISTERS: int
 
-    @classmethod
-    def of(
-        cls, a: AttentionInput, n: int, stages: int, units: int = 0, tiles: int = 0, heads: int = 0, side: int = 0,
-        slots: int = 0, registers: int = 0,
-    ) -> "Constants":  # fmt: skip
-        """The constants of a launch on these operands."""
-        if a.rope is None:
-            raise InputError("missing", where="rope", expected="raw heads", hint="`decode` takes queries")
-        (Nq, Nkv, D), B = a.head_shape, a.num_seqs
-        pieces = max(2, D // CHANNELS.value)
-        return cls._make((
-            Nq, Nkv, D, Nq // Nkv, pieces, D // pieces, a.rope.channels, a.heads.stride(0), a.pages.page_size, a.split,
-            max(1, decode_lookup_size(B) // 32), a.pdl and fetches_early(B, a.out.device), n, stages, units, tiles, heads, side,
-            slots, registers,
-        ))  # fmt: skip
+
+def constants_of(
+    a: AttentionInput, shape: tuple[int, int, int], B: int, n: int, stages: int, of_fp8: tuple[int, ...] = (0,) * 6
+) -> Constants:
+    """The constants of a launch for B sequences and heads of this shape. n, stages, of_fp8: the fields from N on."""
+    if a.rope is None:
+        raise InputError("missing", where="rope", expected="raw heads", hint="`decode` takes queries")
+    Nq, Nkv, D = shape
+    pieces = 4 if D > 128 else 2
+    # Every launch asks, and a call of the class takes several times as long.
+    return _new(Constants, (
+        Nq, Nkv, D, Nq // Nkv, pieces, D // pieces, a.rope.channels, a.heads.stride(0), a.pages.k.shape[1], a.split,
+        max(1, decode_lookup_size(B) // 32), a.pdl and fetches_early(B, a.out.device), n, stages, *of_fp8,
+    ))  # fmt: skip
 
 
 @gluon.jit
