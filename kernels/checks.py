@@ -16,8 +16,9 @@ from minirt.errors import InputError
 from minirt.kernels.activations import check_activation
 from minirt.kernels.attention.limits import ANY
 from minirt.kernels.declaration import Argument, Declaration
+from minirt.kernels.gated_delta.operands import HEAD_DIMS
 from minirt.kernels.launch import require_fp8
-from minirt.kernels.operations import OPERATIONS, find
+from minirt.kernels.operations import OPERATIONS
 from minirt.kernels.reference import FP8_BLOCK, INT4_CHUNK, INT4_GROUPS, block_rows
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -40,6 +41,7 @@ SIZES = {
     "norm": Size("too many columns for a norm", f"at most {MAX_NORM}", lambda n: n <= MAX_NORM),
     "gate and up": Size("odd number of rows for gate and up", "an even number", lambda n: n % 2 == 0),
     "rotated head": Size("unsupported head size", f"an even number up to {MAX_HEAD}", lambda n: 0 < n <= MAX_HEAD and n % 2 == 0),
+    "state head": Size("unsupported head size", f"one of {', '.join(map(str, HEAD_DIMS))}", lambda n: n in HEAD_DIMS),
     "head": Size("unsupported head size", f"one of {', '.join(map(str, ANY.head_dims))}", lambda n: n in ANY.head_dims),
     "page": Size(
         "unsupported page size", f"a power of two from {ANY.page_size}", lambda n: n >= ANY.page_size and n & (n - 1) == 0
@@ -60,10 +62,11 @@ def check_arguments(operation: str, **values: Any) -> None:
 @functools.cache
 def checker(operation: str) -> Callable[[Values], dict[str, int]]:
     """The check of an operation's arguments by name. It returns the sizes of the axes. Errors as in `check_arguments`."""
-    check = tensor_checker(OPERATIONS[operation].declaration)
-    if (place := OPERATIONS[operation].check) is None:
+    declared = OPERATIONS[operation]
+    check = tensor_checker(declared.declaration)
+    if declared.check is None:
         return check
-    rest = find(place)
+    rest = declared.find(declared.check)
 
     def checked(values: Values) -> dict[str, int]:
         sizes = check(values)

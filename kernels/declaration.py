@@ -2,8 +2,8 @@
 
     x: [T, K] activations, weight?: [K: norm] of x, eps: float, *, blocks: bool = False -> out: [T, K] of x
 
-An argument is `name: type`, and ` = default` as in Python. `name?` may be None, `name!` is written. Arguments after `*` are given
-by name. The type of a tensor is its axes, its dtype and its strides:
+An argument is `name: type`, and ` = default` as in Python. `name?` may be None, `name!` is written. `name.field` is a field of
+an argument that is a record. Arguments after `*` are given by name. The type of a tensor is its axes, its dtype and its strides:
 
     [T, K]               axes. The first tensor with a name sets its size; further ones must have the same
     [B + 1]  [N // 2]    an expression of the names of other axes and of arguments of type int
@@ -26,7 +26,7 @@ from functools import cached_property
 from inspect import Parameter, Signature
 from typing import NamedTuple
 
-_ARGUMENT = re.compile(r"(\*)|(\w+)([?!]*): (?:\[([^]]*)\] )?([\w ]+?)(?: = ([\w.-]+))?(?=, |$)")
+_ARGUMENT = re.compile(r"(\*)|([\w.]+)([?!]*): (?:\[([^]]*)\] )?([\w. ]+?)(?: = ([\w.-]+))?(?=, |$)")
 _STRIDES = " rows apart", " any strides"
 
 

@@ -1,17 +1,18 @@
-"""`OPERATIONS`: every operation that has a Triton kernel, declared once: arguments, kernels, reference, cost and test cases.
+"""`OPERATIONS`: every operation that has a Triton kernel, declared once: arguments, reference, cost and test cases.
 
 From a declaration follow the argument checks (`checks.check_arguments`), `torch.ops.minirt.NAME` with its fake results, its CPU
 implementation and its refusal of gradients (`ops`), `minirt.nn.functional.NAME`, the function that `minirt.kernels` exports, its
 row in docs/kernels.md, and cases of tests and benchmarks (`minirt.bench.kernels.declared`). `norm_residual` is a good example.
 
 The table is plain text, so that importing it imports neither PyTorch nor Triton. Places are "module:name", the module below
-`minirt.kernels` unless it begins with "minirt.".
+`minirt.kernels` unless it begins with "minirt."; a name alone is in the module of the operation's function.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from minirt.kernels.declaration import Declaration
@@ -22,59 +23,70 @@ class Operation:
     """An operation on plain tensors.
 
     Attributes:
-        name: of its function.
-        module: where the function is, below `minirt.kernels`.
+        place: of its function, which has the operation's name.
         what: a short description, for tables.
-        kernels: the tables of regimes that choose its kernels, and other kernels that it may run.
-        reference: functions of `minirt.kernels.reference` (or of the place named) that together define the result. Of an op it is
-            one function, with the arguments of the declaration.
+        arguments: and results, as `minirt.kernels.declaration` describes them. Names are those of the function's parameters.
+        check: a function that checks what `arguments` cannot say, see `minirt.kernels.checks`.
+        reference: the function that defines the result in eager PyTorch, with the arguments of the declaration. None: it has the
+            operation's name, in the `reference.py` of its folder or, if the folder has none, in `kernels/reference.py`.
         cost: the function that returns (bytes, floating-point operations) of the work; its arguments are sizes of axes and
             `itemsize`, of an activation. None: the work is too small to be measured.
         cases: the shapes that its tests have in common; of an op, sizes of axes.
-        exported: whether `minirt.kernels` has the function, as it has those of ops. It cannot have one named like its module.
-        arguments: and results, as `minirt.kernels.declaration` describes them. Names are those of the function's parameters.
-        check: a function that checks what the declaration cannot say, see `minirt.kernels.checks`.
-        launch: of an op, a function that returns further arguments of the operation's function on a GPU, by name.
-        fake: of an op, a function that returns results of the right shapes and dtypes, if the declaration cannot say them.
         no_op: why there is no `torch.ops.minirt.NAME`; None if there is one.
+        launch: of an op, a function that returns further arguments of the operation's function on a GPU, by name.
+        fake: of an op, a function that returns results of the right shapes and dtypes, if `arguments` cannot say them.
+        exported: whether `minirt.kernels` has the function, as it has those of ops. It cannot have one named like its module.
     """
 
-    name: str
-    module: str
+    place: str
     what: str
-    kernels: tuple[str, ...]
-    reference: tuple[str, ...]
+    arguments: str = ""
+    check: str | None = None
+    reference: str | None = None
     cost: str | None = None
     cases: str | None = None
-    exported: bool = False
-    arguments: str | None = None
-    check: str | None = None
+    no_op: str | None = None
     launch: str | None = None
     fake: str | None = None
-    no_op: str | None = None
+    exported: bool = False
+
+    @property
+    def module(self) -> str:
+        """Where its function is, below `minirt.kernels`."""
+        return self.place.partition(":")[0]
+
+    @property
+    def name(self) -> str:
+        return self.place.partition(":")[2]
 
     @property
     def function(self) -> Callable[..., Any]:
         """The public function. The first access imports Triton."""
-        return find(f"{self.module}:{self.name}")
+        return self.find(self.place)
+
+    @cached_property
+    def eager(self) -> Callable[..., Any]:
+        """The reference."""
+        if self.reference is not None:
+            return self.find(self.reference)
+        nearest = f"{self.module.rpartition('.')[0]}.reference".lstrip(".")
+        return self.find(f"{nearest if find_spec(f'minirt.kernels.{nearest}') else 'reference'}:{self.name}")
 
     @cached_property
     def declaration(self) -> Declaration:
-        return Declaration(self.arguments or "")
+        return Declaration(self.arguments)
 
     def work(self, *args: Any, **options: Any) -> tuple[int, int]:
         """(bytes read and written, floating-point operations), by the function `cost`."""
-        return find(self.cost or "")(*args, **options)
+        return self.find(self.cost or "")(*args, **options)
+
+    def find(self, place: str) -> Any:
+        """The object at a place of the table."""
+        module, _, name = place.rpartition(":")
+        module = module or self.module
+        return getattr(import_module(module if module.startswith("minirt.") else f"minirt.kernels.{module}"), name)
 
 
-def find(place: str) -> Any:
-    """The object at a place of the table. Without a module, it is in `reference`."""
-    module, _, name = place.rpartition(":")
-    module = module or "reference"
-    return getattr(import_module(module if module.startswith("minirt.") else f"minirt.kernels.{module}"), name)
-
-
-_LINEAR = ("linear.dispatch:REGIMES", "norm:_rms_norm_kernel", "quantize:REGIMES")
 _TABLE = "the table of slots is minirt's, for its steps"
 _PAGED = "attention.prefill:cost"
 _PAGES = (
@@ -90,186 +102,157 @@ OPERATIONS = {
     operation.name: operation
     for operation in (
         Operation(
-            "embedding", "embedding", "rows of the embedding table", ("embedding:_embedding_kernel",), ("embedding",),
-            "embedding:cost", "embedding:CASES",
+            "embedding:embedding", what="rows of the embedding table", cost="cost", cases="CASES",
             arguments="tokens: [T] int64, table: [V, H] activations -> out: [T, H] of table",
         ),
         Operation(
-            "rms_norm", "norm", "RMSNorm", ("norm:_rms_norm_kernel",), ("rms_norm",), "norm:cost", "norm:CASES",
+            "norm:rms_norm", what="RMSNorm", cost="cost", cases="CASES",
             arguments="x: [T, H] activations, weight: [H: norm] of x, eps: float -> out: [T, H] of x",
         ),
         Operation(
-            "norm_residual", "norm", "RMSNorm and residual", ("norm:_rms_norm_kernel",), ("norm_residual",),
-            "norm:residual_cost", "norm:CASES",
+            "norm:norm_residual", what="RMSNorm and residual", cost="residual_cost", cases="CASES",
             arguments="y: [T, H] activations, weight: [H: norm] of y, eps: float, residual: [T, H] of y -> out: [T, H] of y",
         ),
         Operation(
-            "rms_norm_quantize", "norm", "RMSNorm and FP8 quantization", ("norm:_rms_norm_kernel",),
-            ("rms_norm_quantize",), "norm:quantized_cost", "norm:CASES",
+            "norm:rms_norm_quantize", what="RMSNorm and FP8 quantization", cost="quantized_cost", cases="CASES",
             arguments="x: [T, H] activations, weight: [H: norm] of x, eps: float, *, blocks: bool = False "
             "-> out: [T, H] fp8, scale: [T, ...] fp32",
             fake="reference:empty_quantized",
         ),
         Operation(
-            "quantize", "quantize", "FP8 quantization with one scale per token, or per token and 128 columns",
-            ("quantize:REGIMES",), ("quantize",), "quantize:cost", "quantize:CASES",
+            "quantize:quantize", what="FP8 quantization with one scale per token, or per token and 128 columns",
             arguments="x: [T, K] activations, *, blocks: bool = False -> out: [T, K] fp8, scale: [T, ...] fp32",
-            fake="reference:empty_quantized",
+            cost="cost", cases="CASES", fake="reference:empty_quantized",
         ),
         Operation(
-            "norm_linear", "linear.dispatch", "RMSNorm, linear layer", _LINEAR, ("norm_linear",), "linear.dispatch:cost",
-            "linear.dispatch:CASES",
+            "linear.dispatch:norm_linear", what="RMSNorm, linear layer",
             arguments=f"{_NORMED}, weight: [N, ...] any dtype, {_BIAS} -> out: [T, N] of x",
-            check="checks:check_linear", launch="ops:scratch",
+            check="checks:check_linear", cost="cost", cases="CASES", launch="ops:scratch",
         ),
         Operation(
-            "norm_gate_up", "linear.dispatch", "RMSNorm, gate and up projection, gated activation", _LINEAR,
-            ("norm_gate_up",), "linear.dispatch:cost", "linear.dispatch:CASES",
+            "linear.dispatch:norm_gate_up", what="RMSNorm, gate and up projection, gated activation",
             arguments=f"{_NORMED}, weight: [N: gate and up, ...] any dtype, activation: activation, {_BIAS} "
             "-> out: [T, N // 2] of x",
-            check="checks:check_linear", launch="ops:scratch",
+            check="checks:check_linear", cost="cost", cases="CASES", launch="ops:scratch",
         ),
         Operation(
-            "linear_residual", "linear.dispatch", "linear layer and residual", _LINEAR, ("linear_residual",),
-            "linear.dispatch:cost", "linear.dispatch:CASES",
+            "linear.dispatch:linear_residual", what="linear layer and residual",
             arguments=f"x: [T, K] activations, weight: [N, ...] any dtype, residual: [T, N] of x, {_BIAS} -> out: [T, N] of x",
-            check="checks:check_linear", launch="ops:scratch",
+            check="checks:check_linear", cost="cost", cases="CASES", launch="ops:scratch",
         ),
         Operation(
-            "qk_norm_rope_kv_write", "attention.rope_write", "RMSNorm of q and k, RoPE, KV write",
-            ("attention.rope_write:REGIMES",), ("attention.reference:qk_norm_rope_kv_write",), "attention.rope_write:cost",
-            "attention.rope_write:CASES",
+            "attention.rope_write:qk_norm_rope_kv_write", what="RMSNorm of q and k, RoPE, KV write",
             arguments="qkv: [T, (Nq + 2 * Nkv) * D] activations rows apart, cos_sin: [L, R] fp32, positions: [T] int64, "
             "slots: [T] int64, k_pages!: [P, page_size, Nkv, D: head] of qkv or fp8 with k_scales, "
             f"v_pages!: [P, page_size, Nkv, D] of k_pages, Nq: int, Nkv: int, {_QK_NORM}, *, {_WRITTEN_SCALES} "
             "-> q_out: [T, Nq, D] of qkv",
-            check="attention.checks:check_write",
+            check="attention.checks:check_write", cost="cost", cases="CASES",
         ),
         Operation(
-            "norm_rope", "rope", "RMSNorm of heads, RoPE", ("rope:_norm_rope_kernel",), ("norm_rope",), cases="rope:CASES",
+            "rope:norm_rope", what="RMSNorm of heads, RoPE", check="checks:check_rotary", cases="CASES",
             arguments="x: [B, N, T, D: rotated head] activations any strides, cos: [C, T, D] of x or fp32, "
             "sin: [C, T, D] of cos, norm_weight?: [D] of x = None, eps: float = 1e-6 -> out: like x",
-            check="checks:check_rotary",
         ),
         Operation(
-            "qk_norm_rope", "rope", "RMSNorm of the heads of q and k, RoPE", ("rope:_norm_rope_kernel",), ("qk_norm_rope",),
-            cases="rope:CASES",
+            "rope:qk_norm_rope", what="RMSNorm of the heads of q and k, RoPE", check="checks:check_rotary", cases="CASES",
             arguments="q: [B, Nq, T, D: rotated head] activations any strides, k: [B, Nk, T, D] of q any strides, "
             "cos: [C, T, D] of q or fp32, sin: [C, T, D] of cos, q_norm?: [D] of q together with k_norm = None, "
             "k_norm?: [D] of q = None, eps: float = 1e-6 -> q_out: like q, k_out: like k",
-            check="checks:check_rotary",
         ),
         Operation(
-            "paged_attention_prefill", "attention.dispatch", "causal attention of new tokens on KV pages",
-            ("attention.dispatch:PREFILL", "attention.dispatch:PARTIAL"), ("attention.reference:paged_attention_prefill",),
-            _PAGED, "attention.prefill:CASES",
+            "attention.dispatch:paged_attention_prefill", what="causal attention of new tokens on KV pages",
             arguments=f"q: [T, Nq, D: head] activations, {_PAGES}, query_starts: [B + 1] int32, seq_lens: [B] int32, "
             f"scale: float, *, {_SCALES} -> out: [T, Nq, D] of q",
-            check="attention.checks:check_settings", launch="ops:zeros",
+            check="attention.checks:check_settings", cost=_PAGED, cases="attention.prefill:CASES", launch="ops:zeros",
         ),
         Operation(
-            "paged_attention_decode", "attention.dispatch", "attention of one new token per sequence on KV pages",
-            ("attention.dispatch:DECODE",), ("attention.reference:paged_attention_decode",), _PAGED, "attention.decode:CASES",
+            "attention.dispatch:paged_attention_decode", what="attention of one new token per sequence on KV pages",
             arguments=f"q: [B, Nq, D: head] activations, {_PAGES}, seq_lens: [B] int32, scale: float, *, {_SCALES} "
             "-> out: [B, Nq, D] of q",
-            check="attention.checks:check_settings", launch="ops:splits",
+            check="attention.checks:check_settings", cost=_PAGED, cases="attention.decode:CASES", launch="ops:splits",
         ),
         Operation(
-            "paged_attention_decode_few", "attention.dispatch", "causal attention of up to 8 new tokens per sequence on KV pages",
-            ("attention.dispatch:FEW",), ("paged_attention",), _PAGED, "attention.decode_few:CASES", exported=True,
+            "attention.dispatch:paged_attention_decode_few", exported=True,
+            what="causal attention of up to 8 new tokens per sequence on KV pages",
+            reference="reference:paged_attention", cost=_PAGED, cases="attention.decode_few:CASES",
             no_op="`paged_attention_prefill` is the op for several new tokens",
         ),
         Operation(
-            "rope_paged_attention_decode", "attention.dispatch", "RoPE, KV write and attention of one new token per sequence",
-            ("attention.dispatch:DECODE",), ("attention.reference:rope_paged_attention_decode",), _PAGED,
-            "attention.decode:CASES",
+            "attention.dispatch:rope_paged_attention_decode",
+            what="RoPE, KV write and attention of one new token per sequence",
             arguments="qkv: [B, (Nq + 2 * Nkv) * D] activations rows apart, cos_sin: [L, R] fp32, "
             "k_pages!: [P, page_size: page, Nkv, D: head] of qkv or fp8 with k_scales, "
             "v_pages!: [P, page_size, Nkv, D] of k_pages, block_tables: [B, pages] int32, seq_lens: [B] int32, scale: float, "
             f"Nq: int, {_QK_NORM}, *, {_WRITTEN_SCALES} -> out: [B, Nq, D] of qkv",
-            check="attention.checks:check_settings", launch="ops:splits",
+            check="attention.checks:check_settings", cost=_PAGED, cases="attention.decode:CASES", launch="ops:splits",
         ),
         Operation(
-            "gated_delta_net", "gated_delta.dispatch", "gated DeltaNet after its projections: convolution, rule, gated norm",
-            ("gated_delta.dispatch:DECODE", "gated_delta.dispatch:CHUNK"), ("gated_delta.reference:gated_delta_net",),
-            "gated_delta.dispatch:cost", "gated_delta.dispatch:CASES", no_op="it reads and writes the states of minirt's slots",
+            "gated_delta.dispatch:gated_delta_net", what="gated DeltaNet after its projections: convolution, rule, gated norm",
+            arguments="qkvz: [T, C + Hv * Dv] activations rows apart, ba: [T, 2 * Hv] of qkvz rows apart, "
+            "state.recurrent!: [S, Hv, Dk: state head, Dv: state head] fp32, state.conv!: [S, R, C] of qkvz, "
+            "state.gates?!: [S, R, 2, Hv] fp32 together with state.folded, state.folded?!: [S, Hv] int32, "
+            "weights.conv: [C, 4] of qkvz, weights.A_log: [Hv] fp32, weights.dt_bias: [Hv] fp32, weights.norm: [Dv] of qkvz, "
+            "sequences.slots: [B] int32, sequences.query_starts: [B + 1] int32, sequences.seq_lens: [B] int32, "
+            "sequences.snapshots?: [B, 2, 2] int32 -> out: [T, Hv * Dv] of qkvz",
+            check="gated_delta.dispatch:check_channels", cost="cost", cases="CASES",
+            no_op="it reads and writes the states of minirt's slots",
         ),
         Operation(
-            "router_logits", "moe.dispatch", "RMSNorm and the logits of a mixture's router", ("moe.dispatch:ROUTER",),
-            ("rms_norm", "linear"), "moe.router:cost", "moe.router:CASES",
+            "moe.dispatch:router_logits", what="RMSNorm and the logits of a mixture's router", reference="reference:norm_linear",
+            cost="moe.router:cost", cases="moe.router:CASES",
             no_op="with more than few tokens, its result is partial sums for `mixture_residual`",
         ),
         Operation(
-            "route", "moe.route", "a mixture's choice of experts; tokens sorted by expert",
-            ("moe.route:_choose_kernel", "moe.route:_place_kernel"), ("route", "expert_tiles"), "moe.route:cost",
-            "moe.route:CASES", no_op="its result is tiles for the kernels of experts",
+            "moe.route:route", what="a mixture's choice of experts; tokens sorted by expert", cost="cost", cases="CASES",
+            no_op="its result is tiles for the kernels of experts",
         ),
         Operation(
-            "mixture_residual", "moe.dispatch", "a mixture's chosen experts and the residual", ("moe.dispatch:REGIMES",),
-            ("mixture_residual",), "moe.dispatch:cost", "moe.products:CASES",
+            "moe.dispatch:mixture_residual", what="a mixture's chosen experts and the residual",
             arguments="h: [T, H] activations, logits: [T, E] of h, gate_up: [E, any, any] any dtype, "
             "down: [E, any, any] any dtype, residual: [T, H] of h, top_k: int, normalize: bool, activation: activation, "
             "norm_weight?: [H: norm] of h = None, eps: float = 0.0, "
             "gate_up_scale?: [E, ...] any dtype together with down_scale = None, down_scale?: [E, ...] any dtype = None "
             "-> out: [T, H] of h",
-            check="checks:check_mixture",
+            check="checks:check_mixture", cost="cost", cases="moe.products:CASES",
         ),
         Operation(
-            "sample", "sampling.sample", "a token for each row of logits: temperature, top-k, top-p, min-p, draw",
-            ("sampling.sample:_race_kernel", "sampling.sample:_check_kernel", "sampling.filters:_select_kernel"),
-            ("sampling.reference:sample",), "sampling.sample:cost", "sampling.sample:CASES", exported=True,
-            no_op="it draws with the records of minirt's sampler",
+            "sampling.sample:sample", what="a token for each row of logits: temperature, top-k, top-p, min-p, draw", cost="cost",
+            cases="CASES", exported=True, no_op="it draws with the records of minirt's sampler",
         ),
         Operation(
-            "process", "sampling.process", "masks, biases and penalties of logits", ("sampling.process:_process_kernel",),
-            ("sampling.reference:process",), no_op="it reads and counts in buffers of minirt's sampler",
+            "sampling.process:process", what="masks, biases and penalties of logits",
+            no_op="it reads and counts in buffers of minirt's sampler",
         ),
         Operation(
-            "token_logprobs", "sampling.logprobs", "log-probabilities and ranks of tokens, and the most probable tokens",
-            ("sampling.logprobs:_parts_kernel", "sampling.logprobs:_combine_kernel"),
-            ("sampling.reference:token_logprobs",),
+            "sampling.logprobs:token_logprobs", what="log-probabilities and ranks of tokens, and the most probable tokens",
             no_op="its result is packed for minirt's sampler",
         ),
         Operation(
-            "edit_table", "step.kernels", "the host's edits of the table of slots", ("step.kernels:_edit_kernel",),
-            ("step.table:edit_table",), no_op=_TABLE,
-        ),
-        Operation(
-            "derive", "step.kernels", "a step's input, from the table of slots", ("step.kernels:_derive_kernel",),
-            ("step.table:derive",), no_op="it fills the buffers of minirt's step",
-        ),
-        Operation(
-            "commit", "step.kernels", "a step's tokens into the table of slots", ("step.kernels:_commit_kernel",),
-            ("step.table:commit",), no_op=_TABLE,
-        ),
-        Operation(
-            "report", "step.kernels", "a step's drafts, for the host", ("step.kernels:_report_kernel",), ("step.table:report",),
+            "step.kernels:edit_table", what="the host's edits of the table of slots", reference="step.table:edit_table",
             no_op=_TABLE,
         ),
         Operation(
-            "copy_rows", "step.copies", "a row of many tensors to another row", ("step.copies:_copy_rows_kernel",),
-            ("step.rows:copy_rows",), no_op="it copies states and pages of minirt's KV cache",
+            "step.kernels:derive", what="a step's input, from the table of slots", reference="step.table:derive",
+            no_op="it fills the buffers of minirt's step",
         ),
         Operation(
-            "propose", "speculative.ngram", "drafts by n-gram matching", ("speculative.ngram:_ngram_kernel",),
-            ("speculative.reference:propose",), no_op=_TABLE,
+            "step.kernels:commit", what="a step's tokens into the table of slots", reference="step.table:commit", no_op=_TABLE
         ),
+        Operation("step.kernels:report", what="a step's drafts, for the host", reference="step.table:report", no_op=_TABLE),
         Operation(
-            "draft_input", "speculative.draft_input", "the input of a draft model: a token's embedding and a hidden state",
-            ("speculative.draft_input:_draft_input_kernel",), ("embedding", "rms_norm"),
-            cases="speculative.draft_input:CASES",
+            "step.copies:copy_rows", what="a row of many tensors to another row", reference="step.rows:copy_rows",
+            no_op="it copies states and pages of minirt's KV cache",
+        ),
+        Operation("speculative.ngram:propose", what="drafts by n-gram matching", no_op=_TABLE),
+        Operation(
+            "speculative.draft_input:draft_input", what="the input of a draft model: a token's embedding and a hidden state",
             arguments="tokens: [T] int64, table: [V, H] of hidden, hidden: [T, H] activations, token_norm: [H: norm] of hidden, "
             "hidden_norm: [H: norm] of hidden, eps: float -> out: [T, 2 * H] of hidden",
-            no_op="only the layers of a draft model have it",
+            cases="CASES", no_op="only the layers of a draft model have it",
         ),
+        Operation("speculative.draft_model:first_pass", what="the tokens of a draft model's first pass", no_op=_TABLE),
         Operation(
-            "first_pass", "speculative.draft_model", "the tokens of a draft model's first pass",
-            ("speculative.draft_model:_first_pass_kernel",), ("speculative.draft_model_reference:first_pass",), no_op=_TABLE,
-        ),
-        Operation(
-            "draw", "speculative.draft_model", "a draft of each sequence, and the input of the next pass",
-            ("speculative.draft_model:_race_kernel", "speculative.draft_model:_draw_kernel"),
-            ("speculative.draft_model_reference:draw",), no_op=_TABLE,
+            "speculative.draft_model:draw", what="a draft of each sequence, and the input of the next pass", no_op=_TABLE
         ),
     )
 }  # fmt: skip

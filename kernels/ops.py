@@ -27,7 +27,7 @@ from minirt.errors import InputError, UnsupportedError
 from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.kernels.checks import Values, check_tensor, checker, compiled_axis, compiled_dtypes, size
 from minirt.kernels.launch import Workspace, capability, cdiv
-from minirt.kernels.operations import OPERATIONS, Operation, find
+from minirt.kernels.operations import OPERATIONS, Operation
 
 NAMESPACE = "minirt"
 WRITES_GRAPHS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)  # see `_declare_fallback`
@@ -143,7 +143,7 @@ def splits(
 def _fakes(operation: Operation) -> Callable[[Values, dict[str, int]], Any]:
     """Results of the right shapes and dtypes, with any values, as the declaration says."""
     if operation.fake is not None:
-        make = find(operation.fake)
+        make = operation.find(operation.fake)
         return lambda values, sizes: make(**values)
     results = [
         (result.type.removeprefix("like "), None, None) if result.axes is None
@@ -187,7 +187,7 @@ def _register(operation: Operation) -> dict[str, Implementations]:
             raise UnsupportedError("Triton is not installed", where=operation.name, hint="pip install triton") from error
 
     check, fakes, first = checker(operation.name), _fakes(operation), operation.declaration.first
-    reference, additional = find(operation.reference[0]), find(operation.launch) if operation.launch else None
+    reference, additional = operation.eager, operation.find(operation.launch) if operation.launch else None
 
     def launched(values: Values, sizes: dict[str, int]) -> Any:
         if additional is not None:

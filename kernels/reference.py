@@ -1,12 +1,13 @@
 """The eager PyTorch definition of the operations. Eager layers run it; tests and benchmarks compare with it.
 
-Elsewhere: gated DeltaNet and drafts (`*/*reference.py`), steps (`step/table.py`), sampling (`sampling/reference.py`).
+Elsewhere: operations of folders with a `reference.py`, and steps (`step/table.py`).
 
 Rounding follows Hugging Face transformers: norms normalize in fp32, cast to the activation dtype, then scale; rotary embedding
 rotates halves in the activation dtype; softmax is in fp32.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -203,6 +204,20 @@ def quantize_int4(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     zero = (-low / scale).round_()
     codes = (values / scale).add_(zero).round_().clamp_(0, 15)
     return codes.to(torch.uint8).flatten(1)[:, :K], scale.squeeze(2), zero.squeeze(2).to(torch.int32)
+
+
+def quantize_weight(weight: Tensor, format: str, part: int | None = None) -> tuple[Tensor, Tensor]:
+    """A weight [N, K] in "fp8", "fp8_blocks" or "int4", and its scales as `linear` takes them.
+
+    part: rows of gate, of up, or of an expert: no block has rows of two parts. None: blocks have 128 rows.
+    """
+    if format == "int4":
+        codes, scale, zero = quantize_int4(weight, INT4_CHUNK)
+        return pack_int4(codes), pack_int4_scale(scale, zero)
+    if format == "fp8":
+        return quantize_fp8(weight)
+    values, scale = quantize_fp8_blocks(weight, -(-len(weight) // math.gcd(FP8_BLOCK, part or FP8_BLOCK)))
+    return values.contiguous(), scale
 
 
 @functools.lru_cache

@@ -5,45 +5,22 @@ A dispatch module has a table of regimes for each operation. Dispatch follows it
 tests read it. A new regime in a table is therefore warmed up and captured without another edit.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from typing import Literal, TypeVar
 
 Axis = Literal["tokens", "sequences", "prompts"]
-TABLES = (  # (module, name) of each operation's table. All regimes of a table are on one axis.
-    ("minirt.kernels.linear.dispatch", "REGIMES"),
-    ("minirt.kernels.linear.dispatch", "EARLY"),
-    ("minirt.kernels.quantize", "REGIMES"),
-    ("minirt.kernels.attention.dispatch", "DECODE"),
-    ("minirt.kernels.attention.dispatch", "FEW"),
-    ("minirt.kernels.attention.dispatch", "PREFILL"),
-    ("minirt.kernels.attention.dispatch", "PREFILL_SEQUENCES"),
-    ("minirt.kernels.attention.dispatch", "PARTIAL"),
-    ("minirt.kernels.attention.rope_write", "REGIMES"),
-    ("minirt.kernels.gated_delta.dispatch", "DECODE"),
-    ("minirt.kernels.gated_delta.dispatch", "CHUNK"),
-    ("minirt.kernels.gated_delta.dispatch", "CHUNK_PROMPTS"),
-    ("minirt.kernels.moe.dispatch", "REGIMES"),
-    ("minirt.kernels.moe.dispatch", "ROUTER"),
-)
-_DENSE = ("fp16", "fp8", "fp8_blocks")
-# Compute capability → the kernels that only it has, for `minirt plan`: the operation ("linear", "experts", "attention"), its
-# formats as in `Limits` and `AttentionLimits`, and the head sizes of attention. A test compares this with the tables, whose
-# modules import Triton.
-SPECIAL_KERNELS: dict[int, dict[str, tuple[str, tuple[str, ...], tuple[int, ...]]]] = {
-    90: {
-        "decode_fp8_sm90": ("attention", ("fp8",), (64, 128)),
-        "decode_sm90": ("attention", ("fp16",), (64, 128, 256)),
-        "experts_sm90": ("experts", _DENSE, ()),
-        "gemm_int4_sm90": ("linear", ("int4",), ()),
-        "gemm_int4_small_sm90": ("linear", ("int4",), ()),
-        "gemm_sm90": ("linear", _DENSE, ()),
-        "gemv_int4_sm90": ("linear", ("int4",), ()),
-        "prefill_sm90": ("attention", ("fp16",), (64, 128, 256)),
-    },
+_NAMES = {  # of each operation's table, in its dispatch module. All regimes of a table are on one axis.
+    "linear.dispatch": ("REGIMES", "EARLY"),
+    "quantize": ("REGIMES",),
+    "attention.dispatch": ("DECODE", "FEW", "PREFILL", "PREFILL_SEQUENCES", "PARTIAL"),
+    "attention.rope_write": ("REGIMES",),
+    "gated_delta.dispatch": ("DECODE", "CHUNK", "CHUNK_PROMPTS"),
+    "moe.dispatch": ("REGIMES", "ROUTER"),
 }
+TABLES = [(f"minirt.kernels.{module}", name) for module, names in _NAMES.items() for name in names]
 
 
 @dataclass(frozen=True)
@@ -167,21 +144,16 @@ def covering(table: tuple[RegimeKind, ...], size: int, capability: int, format: 
     return tuple(r for r in regimes if format is None or r.limits is None or format in r.limits.formats)
 
 
-def operations(axis: Axis) -> list[list[Regime]]:
+def operations(axis: Axis, modules: Collection[str] = tuple(_NAMES)) -> list[list[Regime]]:
     """The regimes of each operation on an axis."""
-    tables = (getattr(import_module(module), name) for module, name in TABLES)
+    tables = (getattr(import_module(f"minirt.kernels.{module}"), name) for module in modules for name in _NAMES[module])
     return [list(table) for table in tables if table[0].axis == axis]
 
 
 def paired_operations() -> list[tuple[list[list[Regime]], list[list[Regime]]]]:
     """(by tokens, by sequences) for each dispatch module whose kernels depend on both."""
-    pairs = []
-    for module in dict.fromkeys(module for module, _ in TABLES):
-        tables = [getattr(import_module(module), name) for owner, name in TABLES if owner == module]
-        tokens, sequences = ([table for table in tables if table[0].axis == axis] for axis in ("tokens", "sequences"))
-        if tokens and sequences:
-            pairs.append((tokens, sequences))
-    return pairs
+    pairs = ((operations("tokens", [module]), operations("sequences", [module])) for module in _NAMES)
+    return [(tokens, sequences) for tokens, sequences in pairs if tokens and sequences]
 
 
 def next_end(size: int, regimes: Iterable[Regime]) -> int | None:

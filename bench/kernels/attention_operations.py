@@ -1,6 +1,7 @@
 """The operations of `minirt bench kernels` on KV pages: rotary embedding with KV write, and attention. See `operations`."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -146,52 +147,46 @@ def attend64(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -
 def attention_prefill(step: Step, fp8: bool = False) -> Problem:
     """Attention of T new tokens of one sequence on its pages, which hold `context` older tokens and the new ones."""
     from minirt.kernels.attention.partial import workspace_floats
-    from minirt.kernels.launch import Workspace
 
-    total, config = step.context + step.tokens, step.config
+    total = step.context + step.tokens
     splits = -(-total // KV_SPLIT)
-    workspace = Workspace(step.device, num_floats=workspace_floats(splits, config.num_heads, config.head_dim))
-
-    def call(kernel: Callable, q: Tensor, pages: Pages, starts: Tensor, scale: float, out: Tensor) -> Tensor:
-        return kernel(
-            q, pages.k, pages.v, pages.tables, starts, pages.lens, scale, out, workspace=workspace, max_splits=splits,
-            check=False, **pages.scales,
-        )  # fmt: skip
-
-    return _attention(step, "paged_attention_prefill", 1, step.tokens, total, fp8, call)
+    floats = workspace_floats(splits, step.config.num_heads, step.config.head_dim)
+    return _attention(step, "paged_attention_prefill", 1, step.tokens, total, fp8, floats, max_splits=splits)
 
 
 def attention_few(step: Step, fp8: bool = False, new: int = 5) -> Problem:
     """Attention of `new` new tokens for each of T sequences of `context` tokens, with the new ones: drafts to verify."""
     from minirt.kernels.attention.decode import splits_before
     from minirt.kernels.attention.decode_few import workspace_floats
-    from minirt.kernels.launch import Workspace
 
-    B, total, config = step.tokens, max(step.context, new), step.config
+    B, total = step.tokens, max(step.context, new)
     splits = splits_before([total] * B)
-    split_starts = torch.tensor(splits, dtype=torch.int32, device=step.device)
-    workspace = Workspace(step.device, num_floats=workspace_floats(splits[-1], config.num_heads, config.head_dim))
-
-    def call(kernel: Callable, q: Tensor, pages: Pages, starts: Tensor, scale: float, out: Tensor) -> Tensor:
-        return kernel(
-            q, pages.k, pages.v, pages.tables, starts, pages.lens, split_starts, splits[-1], new, scale, workspace, out,
-            check=False, **pages.scales,
-        )  # fmt: skip
-
-    return _attention(step, "paged_attention_decode_few", B, new, total, fp8, call, f", {new} tokens each")
+    floats = workspace_floats(splits[-1], step.config.num_heads, step.config.head_dim)
+    return _attention(
+        step, "paged_attention_decode_few", B, new, total, fp8, floats, f", {new} tokens each", max_splits=splits[-1],
+        split_starts=torch.tensor(splits, dtype=torch.int32, device=step.device), max_query_len=new,
+    )  # fmt: skip
 
 
 def _attention(
-    step: Step, name: str, B: int, new: int, total: int, fp8: bool, call: Callable[..., Tensor], note: str = ""
+    step: Step, name: str, B: int, new: int, total: int, fp8: bool, floats: int, note: str = "", **further: Any
 ) -> Problem:
     """Attention of `new` new tokens for each of B sequences of `total` tokens, with the new ones.
 
-    `call(kernel, q, pages, starts, scale, out)` runs the kernel; q [B * new, Nq, D] has a sequence's rows from `starts[b]` on.
+    Args:
+        floats: values in the kernel's workspace.
+        further: its arguments beside the tensors.
     """
+    from minirt.kernels.launch import Workspace
+
     (kernel, cost), inputs, config = operation(name), Inputs(step), step.config
     Nq, Nkv, D = config.num_heads, config.num_kv_heads, config.head_dim
     q, pages, scale, out = inputs.normal(B * new, Nq, D), Pages(inputs, B, total, fp8), D**-0.5, inputs.nan(B * new, Nq, D)
     starts = torch.arange(0, B * new + 1, new, dtype=torch.int32, device=step.device)
+    triton = partial(
+        kernel, q, pages.k, pages.v, pages.tables, starts, pages.lens, scale=scale, out=out, check=False,
+        workspace=Workspace(step.device, num_floats=floats), **pages.scales, **further,
+    )  # fmt: skip
     k, v = (x.to(step.dtype).transpose(1, 2).contiguous() for x in pages.read(pages.slots(0)))
 
     def library() -> Tensor:
@@ -208,8 +203,8 @@ def _attention(
         return torch.cat(results)
 
     return problem(
-        step, f"heads {Nq}:{Nkv} of {D}{note}", lambda: pages.attend(q, new, scale),
-        lambda: call(kernel, q, pages, starts, scale, out), truth, cost([new] * B, [total] * B, Nq, Nkv, D, q.itemsize, fp8),
+        step, f"heads {Nq}:{Nkv} of {D}{note}", lambda: pages.attend(q, new, scale), triton, truth,
+        cost([new] * B, [total] * B, Nq, Nkv, D, q.itemsize, fp8),
         library=_without(library, "pages", fp8), outputs=[out], rows=_ROWS,
     )  # fmt: skip
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minirt.bench.bounds import Errors, errors, fault
@@ -31,6 +32,7 @@ from minirt.kernels.operations import OPERATIONS
 from minirt.modeling.config import ModelConfig
 
 _WARM = 2
+_RESULTS = ("shape", "bytes", "flops", "limit_s", "bound", "fault", "bytes_per_s", "flops_per_s", "share_of_limit", "lost_s")
 
 _FEW, _ROWS = ((1, 0), (64, 0), (256, 0)), ((1, 0), (64, 0), (2048, 0), (8192, 0))
 _LINEAR = ((1, 0), (8, 0), (64, 0), (256, 0), (2048, 0), (8192, 0))
@@ -75,7 +77,7 @@ def _benchmarks() -> dict[str, Benchmark]:
     few, drafts = "paged_attention_decode_few", "causal attention of 5 new tokens per sequence on KV pages"
     before, each = "cached before them", "tokens of each"
     prompt, token = partial(gated_delta.gated_delta_net, decode=False), partial(gated_delta.gated_delta_net, decode=True)
-    normed = partial(declared, name="rms_norm", library=_rms_norm)
+    normed = partial(declared, name="rms_norm", library=lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps))
     quantized = partial(declared, name="quantize", outlier=1000.0)
     rotated = partial(attention.rope_kv_write, normalize=False)
     table = {
@@ -111,7 +113,7 @@ def _benchmarks() -> dict[str, Benchmark]:
         "fp8_blocks": "the same of {} in blocks of 128 x 128",
     }  # fmt: skip
     for name, what in fused.items():
-        operation = ops.OPERATION_OF[name]
+        operation = "norm_linear" if name in ("qkv", "lm_head") else "norm_gate_up" if name == "gate_up" else "linear_residual"
         for quantization, form in _FORMATS:
             build = partial(ops.fused_linear, name=name, quantization=quantization)
             points, text = _FEW if name == "lm_head" else _LINEAR, f"{what}; {form}" if form else what
@@ -124,10 +126,6 @@ def _benchmarks() -> dict[str, Benchmark]:
         if name not in table and entry.cost is not None and is_declared(entry, dict.fromkeys("THKV", 1)):
             table[name] = Benchmark(name, partial(declared, name=name), _ROWS)
     return table
-
-
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
 
 
 BENCHMARKS = _benchmarks()
@@ -218,6 +216,7 @@ def measure(point: Point, roofline: Roofline | None, clock: "Clock", repeats: in
     row: Row = {
         "kernel": point.name, "what": benchmark.what, "model": point.model, "tokens": step.tokens,
         "context": step.context if benchmark.context else None, "dtype": str(step.dtype).removeprefix("torch."),
+        **dict.fromkeys(_RESULTS), "errors": {}, "lacks": {}, "left_out": {}, "seconds": {},
     }  # fmt: skip
     try:
         problem = benchmark.build(step)
@@ -229,10 +228,10 @@ def measure(point: Point, roofline: Roofline | None, clock: "Clock", repeats: in
     except (UnsupportedError, RuntimeError) as error:
         if not (isinstance(error, UnsupportedError) or is_out_of_memory(error)):
             raise
-        return row | _empty() | {"left_out": {"all": str(error).splitlines()[0]}}
+        return row | {"left_out": {"all": str(error).splitlines()[0]}}
     least, bound = roofline.seconds(problem) if roofline else (None, None)
     nbytes, flops = problem.cost
-    row |= _empty() | {
+    row |= {
         "shape": problem.shape, "bytes": nbytes, "flops": flops, "limit_s": least, "bound": bound, "errors": measured_errors,
         "lacks": {name: form.lacks for name, form in problem.forms.items() if form.lacks}, "left_out": left_out,
         "fault": broken,
@@ -243,11 +242,6 @@ def measure(point: Point, roofline: Roofline | None, clock: "Clock", repeats: in
     best = times["triton"]["median"]
     row |= {"seconds": times} | ({"bytes_per_s": nbytes / best, "flops_per_s": flops / best} if roofline else {})
     return row | ({"share_of_limit": least / best, "lost_s": best - least} if least else {})
-
-
-def _empty() -> Row:
-    names = ("shape", "bytes", "flops", "limit_s", "bound", "fault", "bytes_per_s", "flops_per_s", "share_of_limit", "lost_s")
-    return dict.fromkeys(names) | {"errors": {}, "lacks": {}, "left_out": {}, "seconds": {}}
 
 
 def _check(problem: Problem, forms: dict[str, Form]) -> tuple[Row, dict[str, str], str | None]:

@@ -9,15 +9,9 @@ from torch import Tensor
 
 from minirt.bench.kernels.operations import Form, Inputs, Problem, Step, dequantized, problem, wide
 from minirt.kernels import checks
-from minirt.kernels.operations import OPERATIONS, Operation, find
+from minirt.kernels.operations import OPERATIONS, Operation
 
 Sizes = dict[str, int]  # of axes, and of arguments of type int
-
-
-def sizes_of(step: Step) -> Sizes:
-    """The sizes of a model's axes, as the declarations name them."""
-    config = step.config
-    return {"T": step.tokens, "H": config.hidden_size, "K": config.intermediate_size, "V": config.vocab_size}
 
 
 def is_declared(operation: Operation, sizes: Sizes) -> bool:
@@ -67,9 +61,11 @@ def declared(step: Step, name: str, library: Callable[..., Any] | None = None, o
         outlier: factor of the first value of each row.
     """
     operation, made = OPERATIONS[name], Inputs(step)
-    reference, kernel, declaration = find(operation.reference[0]), operation.function, operation.declaration
-    sizes = {axis: size for axis, size in sizes_of(step).items() if axis in _axes(operation)}
-    values = inputs(operation, sizes, lambda *shape: made.normal(*shape, scale=3.0), step.config.rms_norm_eps)
+    reference, kernel, declaration = operation.eager, operation.function, operation.declaration
+    config, axes = step.config, _axes(operation)
+    every = {"T": step.tokens, "H": config.hidden_size, "K": config.intermediate_size, "V": config.vocab_size}
+    sizes = {axis: size for axis, size in every.items() if axis in axes}
+    values = inputs(operation, sizes, lambda *shape: made.normal(*shape, scale=3.0), config.rms_norm_eps)
     quantized = len(declaration.results) > 1  # values and scales
     if outlier != 1.0:
         values[declaration.first][:, 0] *= outlier
@@ -82,7 +78,7 @@ def declared(step: Step, name: str, library: Callable[..., Any] | None = None, o
     def truth(rows: Tensor) -> Tensor:
         chosen = values | {name: values[name][rows] for name in by_token}
         if cost[1]:  # else values are only copied
-            chosen = {key: wide(value)[0] if isinstance(value, Tensor) else value for key, value in chosen.items()}
+            chosen = dict(zip(chosen, wide(*chosen.values()), strict=True))
         exact = reference(**chosen)
         return (dequantized(exact) if quantized else exact).double()
 

@@ -1,6 +1,5 @@
 """Mixtures of experts as operations of `minirt bench kernels`: the router's choice, and the experts that it chooses."""
 
-import math
 from typing import Any
 
 import torch
@@ -45,12 +44,10 @@ def experts(step: Step, quantization: str | None = None) -> Problem:
     h, residual, logits = inputs.normal(T, H), inputs.normal(T, H), inputs.normal(T, E)
     gate_up, down = inputs.normal(E, 2 * inter, H, scale=H**-0.5), inputs.normal(E, H, inter, scale=inter**-0.5)
     scales: tuple[Any, Any] = (None, None)
-    fp8 = quantization is not None
-    if fp8:
-        blocks = quantization == "fp8_blocks"
-        (gate_up, up_scale), (down, down_scale) = _quantized(gate_up, inter, blocks), _quantized(down, H, blocks)
+    if quantization is not None:
+        (gate_up, up_scale), (down, down_scale) = _quantized(gate_up, inter, quantization), _quantized(down, H, quantization)
         scales = up_scale, down_scale
-    eight = fp8 and not reference.few_tokens(T, k, E)
+    eight = quantization is not None and not reference.few_tokens(T, k, E)
     touched = int(reference.route(logits, k, moe.normalize)[1].unique().numel())
 
     def compute(h: Tensor, logits: Tensor, residual: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -73,10 +70,10 @@ def experts(step: Step, quantization: str | None = None) -> Problem:
     )  # fmt: skip
 
 
-def _quantized(weight: Tensor, part: int, blocks: bool) -> tuple[Tensor, Tensor]:
-    """Quantize expert by expert, because that takes many temporary bytes for each weight. No block has rows of two parts."""
-    values, scales, count = torch.empty_like(weight, dtype=FP8), [], weight.shape[1] // math.gcd(reference.FP8_BLOCK, part)
+def _quantized(weight: Tensor, part: int, format: str) -> tuple[Tensor, Tensor]:
+    """Quantize expert by expert, because that takes many temporary bytes for each weight."""
+    values, scales = torch.empty_like(weight, dtype=FP8), []
     for e in range(len(weight)):
-        values[e], scale = reference.quantize_fp8_blocks(weight[e], count) if blocks else reference.quantize_fp8(weight[e])
+        values[e], scale = reference.quantize_weight(weight[e], format, part)
         scales.append(scale)
     return values, torch.stack(scales)

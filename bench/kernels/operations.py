@@ -7,7 +7,6 @@ from the table `minirt.kernels.operations`. Attention is in `attention_operation
 in `expert_operations`, gated DeltaNet is in `gated_delta_operations`.
 """
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -136,11 +135,6 @@ class Inputs:
     def nan(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.full(shape, torch.nan, dtype=dtype or self.step.dtype, device=self.step.device)
 
-    def quantized(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        """Outputs in FP8: values, and a scale for each row."""
-        values = torch.empty(rows, columns, dtype=FP8, device=self.step.device)
-        return values, self.nan(rows, dtype=torch.float32)
-
 
 def fill_nan(*tensors: Tensor) -> None:
     for tensor in tensors:
@@ -168,9 +162,9 @@ def dequantized(pair: tuple[Tensor, Tensor]) -> Tensor:
     return values.to(torch.float32) * scale.unsqueeze(-1)
 
 
-def wide(*tensors: Tensor | None) -> list[Any]:
-    """Convert tensors to fp64, except those that are None, FP8 or integers."""
-    return [t.double() if t is not None and t.is_floating_point() and t.dtype != FP8 else t for t in tensors]
+def wide(*values: Any) -> list[Any]:
+    """Convert tensors to fp64, except those of FP8 or integers. Other values stay as they are."""
+    return [v.double() if isinstance(v, Tensor) and v.is_floating_point() and v.dtype != FP8 else v for v in values]
 
 
 # --- sampling ---
@@ -206,11 +200,10 @@ class Linear:
     residual: bool = False
     out_dtype: torch.dtype | None = None
 
-
-# The operation that computes each linear layer of a model.
-OPERATION_OF = {
-    "qkv": "norm_linear", "o": "linear_residual", "gate_up": "norm_gate_up", "down": "linear_residual", "lm_head": "norm_linear",
-}  # fmt: skip
+    @property
+    def operation(self) -> str:
+        """The name of the operation that computes it."""
+        return "linear_residual" if self.residual else "norm_linear" if self.activation is None else "norm_gate_up"
 
 
 def linears(config: ModelConfig) -> dict[str, Linear]:
@@ -226,45 +219,44 @@ def linears(config: ModelConfig) -> dict[str, Linear]:
 
 
 class Operands:
-    """The tensors of a linear layer, and its formula.
+    """The tensors of a linear layer.
 
-    `quantization` of the weight: None; "fp8", a scale for each row; "fp8_blocks", a scale for each block; or "int4".
+    Args:
+        quantization: of the weight: None; "fp8", a scale for each row; "fp8_blocks", a scale for each block; or "int4".
     """
 
     def __init__(self, step: Step, linear: Linear, quantization: str | None, seed: int = 1) -> None:
-        inputs, self.linear, self.eps = Inputs(step, seed), linear, step.config.rms_norm_eps
+        inputs, self.linear, operation = Inputs(step, seed), linear, OPERATIONS[linear.operation]
         T, N, K = step.tokens, linear.N, linear.K
         rows = 2 * N if linear.activation else N
         self.x = inputs.normal(T, K, scale=2.0)
-        self.norm = inputs.norm(K) if linear.norm else None
+        norm = inputs.norm(K) if linear.norm else None
         self.bias = inputs.normal(rows) if linear.bias else None
         self.residual = inputs.normal(T, N) if linear.residual else None
         self.weight, self.scale = inputs.normal(rows, K, scale=K**-0.5), None
-        if quantization == "fp8_blocks":
-            block_rows = math.gcd(reference.FP8_BLOCK, N if linear.activation else reference.FP8_BLOCK)
-            self.weight, self.scale = reference.quantize_fp8_blocks(self.weight, -(-rows // block_rows))
-            self.weight = self.weight.contiguous()
-        elif quantization == "fp8":
-            self.weight, self.scale = reference.quantize_fp8(self.weight)
-        elif quantization == "int4":
-            codes, scale, zero = reference.quantize_int4(self.weight, reference.INT4_CHUNK)
-            self.weight, self.scale = reference.pack_int4(codes), reference.pack_int4_scale(scale, zero)
+        if quantization is not None:
+            self.weight, self.scale = reference.quantize_weight(self.weight, quantization, N if linear.activation else None)
         self.out = inputs.nan(T, N, dtype=linear.out_dtype)
+        every = {
+            "x": self.x, "norm_weight": norm, "eps": step.config.rms_norm_eps, "weight": self.weight, "bias": self.bias,
+            "activation": linear.activation, "residual": self.residual, "scale": self.scale,
+        }  # fmt: skip
+        self.arguments: dict[str, Any] = {one.name: every[one.name] for one in operation.declaration.arguments}
+        self._reference, self._kernel = operation.eager, operation.function
 
-    def compute(self, x: Tensor, norm: Tensor | None, bias: Tensor | None, residual: Tensor | None, weight: Tensor) -> Tensor:
-        y = x if norm is None else reference.rms_norm(x, norm, self.eps)
-        y = reference.linear(y, weight, bias, self.scale)
-        y = y if self.linear.activation is None else reference.gated(y, self.linear.activation)
-        y = y if residual is None else y + residual
-        return y if self.linear.out_dtype is None or y.dtype == torch.float64 else y.to(self.linear.out_dtype)
+    def eager(self, **others: Any) -> Tensor:
+        """The layer in eager PyTorch. `others`: arguments in place of the layer's."""
+        return self._reference(**self.arguments | others).to(self.out.dtype)
 
-    def eager(self) -> Tensor:
-        return self.compute(self.x, self.norm, self.bias, self.residual, self.weight)
+    def triton(self, **others: Any) -> Tensor:
+        """The layer's kernels, as the layers call them."""
+        return self._kernel(**self.arguments | others, out=self.out, check=False)
 
-    def truth(self, rows: Tensor) -> Tensor:
-        residual = None if self.residual is None else self.residual[rows]
-        x, norm, bias, residual, weight = wide(self.x[rows], self.norm, self.bias, residual, self.weight)
-        return self.compute(x, norm, bias, residual, weight)
+    def truth(self, rows: Tensor, **others: Any) -> Tensor:
+        """Some rows of the result, in fp64."""
+        by_token = {name: self.arguments[name][rows] for name in ("x", "residual") if name in self.arguments}
+        arguments = self.arguments | by_token | others
+        return self._reference(**dict(zip(arguments, wide(*arguments.values()), strict=True)) | {"scale": self.scale})
 
     @property
     def lacks(self) -> str:
@@ -279,11 +271,11 @@ class Operands:
         FP8 activations are quantized outside the timed product. `quantized` says whether the operation excludes that too. For
         weights in blocks PyTorch has no product.
         """
-        if self.scale is None:
-            return {"library": Form(lambda: F.linear(self.x, self.weight, self.bias), self.lacks)}
-        if self.scale.dtype == torch.int32:
-            weight = reference.dequantize_int4(self.weight, self.scale, self.linear.K, self.x.dtype)
-            lacks = ", ".join(filter(None, (self.lacks, "4-bit weights")))
+        if self.scale is None or self.scale.dtype == torch.int32:
+            weight, lacks = self.weight, self.lacks
+            if self.scale is not None:
+                weight = reference.dequantize_int4(weight, self.scale, self.linear.K, self.x.dtype)
+                lacks = ", ".join(filter(None, (lacks, "4-bit weights")))
             return {"library": Form(lambda: F.linear(self.x, weight, self.bias), lacks)}
         if self.scale.ndim == 2:
             return {}
@@ -301,11 +293,9 @@ class Operands:
         return f"N={linear.N}{' (gate, up)' if linear.activation else ''} K={linear.K}"
 
     def cost(self) -> tuple[int, int]:
-        linear, item, work = self.linear, self.x.itemsize, OPERATIONS["norm_linear"].work
-        gated = linear.activation is not None
-        nbytes, flops = work(len(self.x), linear.N, linear.K, item, gated=gated, residual=linear.residual)
-        weights = self.weight.nbytes + (self.scale.nbytes if self.scale is not None and self.scale.ndim == 2 else 0)
-        return nbytes - linear.N * (2 if gated else 1) * linear.K * item + weights, flops
+        read = [self.x, self.weight, self.residual, self.scale if self.scale is not None and self.scale.ndim == 2 else None]
+        nbytes = sum(tensor.nbytes for tensor in read if tensor is not None) + self.out.numel() * self.x.itemsize
+        return nbytes, 2 * len(self.x) * len(self.weight) * self.linear.K
 
 
 def fused_linear(step: Step, name: str, quantization: str | None) -> Problem:
@@ -313,16 +303,7 @@ def fused_linear(step: Step, name: str, quantization: str | None) -> Problem:
     from minirt.kernels.launch import Workspace
 
     o, workspace = Operands(step, linears(step.config)[name], quantization), Workspace(step.device)
-    kernel = OPERATIONS[OPERATION_OF[name]].function
-    options: dict[str, Any] = {"scale": o.scale, "check": False}
-
-    def triton() -> Tensor:
-        if o.linear.activation is not None:
-            return kernel(o.x, o.norm, o.eps, o.weight, o.linear.activation, o.out, o.bias, workspace=workspace, **options)
-        if o.residual is not None:
-            return kernel(o.x, o.weight, o.residual, o.bias, o.out, workspace=workspace, **options)
-        return kernel(o.x, o.norm, o.eps, o.weight, o.bias, o.out, workspace=workspace, **options)
-
+    triton = partial(o.triton, workspace=workspace)
     return _linear_problem(step, o, triton, o.products(False), quantization in ("fp8", "fp8_blocks"))
 
 
@@ -342,11 +323,8 @@ def gemm(step: Step, name: str, quantization: str | None) -> Problem:
     plain = replace(linears(step.config)[name], norm=False, bias=False, residual=False, out_dtype=None)
     o, workspace = Operands(step, plain, quantization), Workspace(step.device)
     values, x_scale = o.x, None
-    if quantization == "fp8_blocks":
-        values, x_scale = reference.quantize_fp8_blocks(o.x, step.tokens)
-        values = values.contiguous()
-    elif quantization == "fp8":
-        values, x_scale = reference.quantize_fp8(o.x)
+    if quantization is not None:
+        values, x_scale = reference.quantize(o.x, quantization == "fp8_blocks")
     epilogue = Epilogue(o.scale, x_scale, activation=plain.activation)
     product = Product(values, o.weight, o.out, epilogue=epilogue, workspace=workspace)
 
@@ -368,44 +346,35 @@ def _linear_problem(step: Step, o: Operands, triton: Callable[[], Tensor], libra
 def mlp(step: Step, activation: str | None = None) -> Problem:
     """Compute norm, gate/up, activation, down and residual in two fused kernels; `activation` None: the model's."""
     from minirt.kernels.launch import Workspace
-    from minirt.kernels.linear import dispatch as kernels
 
     both = linears(step.config)
     first = Operands(step, replace(both["gate_up"], activation=activation or both["gate_up"].activation), None)
     second, workspace = Operands(step, both["down"], None, seed=2), Workspace(step.device)
-    tensors = (first.norm, first.bias, first.weight, second.bias, second.weight)
-
-    def compute(x: Tensor, norm: Any, gate_up_bias: Any, gate_up: Any, down_bias: Any, down: Any) -> Tensor:
-        return second.compute(first.compute(x, norm, gate_up_bias, None, gate_up), None, down_bias, x, down)
-
-    def triton() -> Tensor:
-        act = str(first.linear.activation)
-        h = kernels.norm_gate_up(first.x, first.norm, first.eps, first.weight, act, first.out, first.bias, check=False)
-        return kernels.linear_residual(h, second.weight, first.x, second.bias, second.out, workspace=workspace, check=False)
-
     (a, b), (c, d) = first.cost(), second.cost()
     between = 2 * step.tokens * first.linear.N * first.x.itemsize  # can stay on the chip
     return problem(
-        step, f"H={second.linear.N} I={second.linear.K} {first.linear.activation}", lambda: compute(first.x, *tensors), triton,
-        lambda rows: compute(*wide(first.x[rows], *tensors)), (a + c - between, b + d), outputs=[first.out, second.out],
+        step, f"H={second.linear.N} I={second.linear.K} {first.linear.activation}",
+        lambda: second.eager(x=first.eager(), residual=first.x),
+        lambda: second.triton(x=first.triton(), residual=first.x, workspace=workspace),
+        lambda rows: second.truth(rows, x=first.truth(rows), residual=first.x[rows]), (a + c - between, b + d),
+        outputs=[first.out, second.out],
     )  # fmt: skip
 
 
 def residual_norm(step: Step) -> Problem:
     """Compute the down projection with its residual, then the norm at the start of the next layer. Both are results."""
     from minirt.kernels.launch import Workspace
-    from minirt.kernels.linear import dispatch as kernels
     from minirt.kernels.norm import rms_norm as norm_kernel
 
-    o, workspace = Operands(step, linears(step.config)["down"], None), Workspace(step.device)
+    o, workspace, eps = Operands(step, linears(step.config)["down"], None), Workspace(step.device), step.config.rms_norm_eps
     weight, normed = Inputs(step, seed=2).norm(o.linear.N), torch.empty_like(o.out)
 
     def both(y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return y, reference.rms_norm(y, weight, o.eps)
+        return y, reference.rms_norm(y, weight, eps)
 
     def triton() -> tuple[Tensor, Tensor]:
-        y = kernels.linear_residual(o.x, o.weight, o.residual, o.bias, o.out, workspace=workspace, check=False)  # type: ignore[arg-type]
-        return y, norm_kernel(y, weight, o.eps, normed, check=False)
+        y = o.triton(workspace=workspace)
+        return y, norm_kernel(y, weight, eps, normed, check=False)
 
     nbytes, flops = o.cost()
     return problem(

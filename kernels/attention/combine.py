@@ -72,11 +72,10 @@ def _combine_kernel(sequences, results, heads, C, PDL: tl.constexpr):
     if splits != 1:
         d = tl.arange(0, C.BLOCK_D)[None, :]
         first_head = tl.program_id(1) * heads
-        GROUP: tl.constexpr = C.NQ // C.NKV
         count = C.NQ if C.QUERIES == 1 else new.to(tl.int32) * C.NQ
         for item in range(first_head, tl.minimum(first_head + heads, count)):
             query, head = item // C.NQ, item % C.NQ
-            part = (head // GROUP * C.QUERIES + query) * GROUP + head % GROUP  # its number in a split: see `decode_few`
+            part = (head // C.GROUP * C.QUERIES + query) * C.GROUP + head % C.GROUP  # its number in a split: see `decode_few`
             acc, total = merge(results, start, 1, splits, part, C)
             out = acc / tl.where(splits == 0, 1.0, total)[:, None]
             gated = tl.where(splits == 0, 0, C.D)  # the gate of padding may be NaN

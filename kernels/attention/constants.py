@@ -19,6 +19,7 @@ class Constants(NamedTuple):
         SPLIT: tokens of a KV split of decode attention. QUERIES: the most new tokens of a sequence there, so the partial results
             of a split.
         SHORTEST, PARTIAL: `shortest` and `partial` of an `AttentionInput`.
+        GROUP: query heads that share a KV head.
     """
 
     NQ: int
@@ -36,6 +37,7 @@ class Constants(NamedTuple):
     SHORTEST: int = 0
     PARTIAL: int = 0
     QUERIES: int = 1
+    GROUP: int = 1
 
     @classmethod
     def of(
@@ -48,5 +50,5 @@ class Constants(NamedTuple):
             raw, row, R = True, a.heads.stride(0), a.rope.channels
         return cls(
             Nq, Nkv, D, page_size, next_power_of_2(D), raw, row, R, BLOCK_M, BLOCK_N, BLOCK_B, SPLIT, SHORTEST, PARTIAL,
-            QUERIES,
+            QUERIES, Nq // Nkv,
         )  # fmt: skip

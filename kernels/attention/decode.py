@@ -94,33 +94,31 @@ def _rotated_heads(heads_ptr, head, kv_head, rope, position, C, PDL: tl.constexp
     k and v are repeated because then all tiles have one shape and so one layout: a conversion between layouts would take longer
     than the arithmetic, and repeated loads cost nothing. All loads are issued before the first use, so their latencies overlap.
     """
-    D: tl.constexpr = C.D
-    R: tl.constexpr = C.R
     d = tl.arange(0, C.BLOCK_D)[None, :] + tl.zeros_like(head)[:, None]
     # Channel d < R is rotated with channel d ± R/2, so each is loaded twice.
     partner, angle = d, d
-    if R == D:
-        partner, angle = (d + D // 2) % D, d % (D // 2)
-    elif R > 0:
-        partner, angle = tl.where(d < R, (d + R // 2) % R, d), tl.where(d < R, d % (R // 2), 0)
+    if C.R == C.D:
+        partner, angle = (d + C.D // 2) % C.D, d % (C.D // 2)
+    elif C.R > 0:
+        partner, angle = tl.where(d < C.R, (d + C.R // 2) % C.R, d), tl.where(d < C.R, d % (C.R // 2), 0)
     cos, sin, scale = None, None, None
-    if R > 0:
-        angles_ptr = rope.cos_sin + position.to(tl.int64) * R
-        cos, sin = tl.load(angles_ptr + angle), tl.load(angles_ptr + R // 2 + angle)
+    if C.R > 0:
+        angles_ptr = rope.cos_sin + position.to(tl.int64) * C.R
+        cos, sin = tl.load(angles_ptr + angle), tl.load(angles_ptr + C.R // 2 + angle)
     if rope.q_scales is not None:
         scale = tl.load(rope.q_scales + position)
     q_norm, q_norm_partner, k_norm, k_norm_partner = None, None, None, None
     if rope.q_norm is not None:
-        q_norm, q_norm_partner = load_channels(rope.q_norm + d, d, D), load_channels(rope.q_norm + partner, d, D)
+        q_norm, q_norm_partner = load_channels(rope.q_norm + d, d, C.D), load_channels(rope.q_norm + partner, d, C.D)
     if rope.k_norm is not None:
-        k_norm, k_norm_partner = load_channels(rope.k_norm + d, d, D), load_channels(rope.k_norm + partner, d, D)
+        k_norm, k_norm_partner = load_channels(rope.k_norm + d, d, C.D), load_channels(rope.k_norm + partner, d, C.D)
     if PDL:
         wait_inside_loop()
-    q_ptrs = heads_ptr + (head * D)[:, None]
-    k_ptr = heads_ptr + (C.NQ + kv_head) * D
-    q, q_partner = load_channels(q_ptrs + d, d, D), load_channels(q_ptrs + partner, d, D)
-    k, k_partner = load_channels(k_ptr + d, d, D), load_channels(k_ptr + partner, d, D)
-    v = load_channels(k_ptr + C.NKV * D + d, d, D)
+    q_ptrs = heads_ptr + (head * C.D)[:, None]
+    k_ptr = heads_ptr + (C.NQ + kv_head) * C.D
+    q, q_partner = load_channels(q_ptrs + d, d, C.D), load_channels(q_ptrs + partner, d, C.D)
+    k, k_partner = load_channels(k_ptr + d, d, C.D), load_channels(k_ptr + partner, d, C.D)
+    v = load_channels(k_ptr + C.NKV * C.D + d, d, C.D)
     q = _rotated(q, q_partner, q_norm, q_norm_partner, cos, sin, scale, rope, C)
     return q, _rotated(k, k_partner, k_norm, k_norm_partner, cos, sin, None, rope, C), v
 
@@ -194,53 +192,44 @@ def _decode_kernel(heads, rope, pages, sequences, results, scores, B, table_widt
     heads, and the new token need not be in the pages yet. With `query_starts`, items of sequences without exactly one new token
     are skipped, and `rope_write` writes the new tokens to the pages.
     """
-    NQ: tl.constexpr = C.NQ
-    NKV: tl.constexpr = C.NKV
-    D: tl.constexpr = C.D
-    SPLIT: tl.constexpr = C.SPLIT
-    BLOCK_M: tl.constexpr = C.BLOCK_M
-    GROUP: tl.constexpr = NQ // NKV
     FP8: tl.constexpr = pages.k_scale is not None
-    RAW: tl.constexpr = C.RAW
     ALL: tl.constexpr = sequences.query_starts is None  # whether each sequence has one new token
-    ROW: tl.constexpr = C.ROW if RAW else NQ * D
-    kv_head = tl.program_id(0) % NKV
-    first_item, programs = tl.program_id(0) // NKV, tl.num_programs(0) // NKV
+    ROW: tl.constexpr = C.ROW if C.RAW else C.NQ * C.D
+    kv_head = tl.program_id(0) % C.NKV
+    first_item, programs = tl.program_id(0) // C.NKV, tl.num_programs(0) // C.NKV
     items = tl.load(sequences.split_starts + B)
     b, length, split, numbers = find_work_item(first_item, sequences, B, table_width, C)
-    if PDL and not RAW:
+    if PDL and not C.RAW:
         tl.extra.cuda.gdc_wait()  # the kernel before may have written the new token's K and V
-    row = tl.arange(0, BLOCK_M)
+    row = tl.arange(0, C.BLOCK_M)
     d = tl.arange(0, C.BLOCK_D)[None, :]
-    head = kv_head * GROUP + tl.minimum(row, GROUP - 1)  # rows past the group repeat its last head and are not stored
-    valid = row < GROUP
+    head = kv_head * C.GROUP + tl.minimum(row, C.GROUP - 1)  # rows past the group repeat its last head and are not stored
+    valid = row < C.GROUP
     for item in range(first_item, items, programs):
-        begin = split * SPLIT
-        limit = length - 1 if RAW else length  # tokens in the pages
-        row_max, total, acc = blank(BLOCK_M, C.BLOCK_D, FP8)
-        q = no_queries(BLOCK_M, C.BLOCK_D, heads.dtype.element_ty, FP8)
-        row_limit = tl.zeros((BLOCK_M,), tl.int32) + limit
+        begin = split * C.SPLIT
+        limit = length - 1 if C.RAW else length  # tokens in the pages
+        row_max, total, acc = blank(C.BLOCK_M, C.BLOCK_D, FP8)
+        q = no_queries(C.BLOCK_M, C.BLOCK_D, heads.dtype.element_ty, FP8)
+        row_limit = tl.zeros((C.BLOCK_M,), tl.int32) + limit
         # Run the loop at least once, even if the new token is the first of its split.
-        end = tl.maximum(tl.minimum(begin + SPLIT, limit), begin + 1)
+        end = tl.maximum(tl.minimum(begin + C.SPLIT, limit), begin + 1)
         token, stored = b, valid
         if not ALL:
             token = tl.load(sequences.query_starts + b).to(tl.int64)
             single = tl.load(sequences.query_starts + b + 1) == token + 1
             end = tl.where(single, end, begin)
-            stored = row < tl.where(single, GROUP, 0)
+            stored = row < tl.where(single, C.GROUP, 0)
         next_b, next_length, next_split, next_numbers = b, length, split, numbers
         for first in range(begin, end, C.BLOCK_N):
             if first == begin:
                 # Inside the loop, so that its first loads of K and V are in flight before any wait.
                 if ALL and item + programs < items:
-                    next_b, next_length, next_split, next_numbers = find_work_item(
-                        item + programs, sequences, B, table_width, C
-                    )
+                    next_b, next_length, next_split, next_numbers = find_work_item(item + programs, sequences, B, table_width, C)
                 heads_ptr = heads + token * ROW
-                if RAW:
+                if C.RAW:
                     turned, k, v = _rotated_heads(heads_ptr, head, kv_head, rope, limit, C, PDL)
                     q = prepare(turned, FP8)
-                    if limit < begin + SPLIT:
+                    if limit < begin + C.SPLIT:
                         # The last split: the online softmax starts with the new token, which no other program reads.
                         base, slot = split_slots(numbers, limit, begin, C.PAGE_SIZE, 1)
                         base += tl.sum(slot, 0)
@@ -252,20 +241,20 @@ def _decode_kernel(heads, rope, pages, sequences, results, scores, B, table_widt
                         total += 1.0
                         acc = split_channels(new_v) if FP8 else (new_v,)
                 else:
-                    q = prepare(load_channels(heads_ptr + (head * D)[:, None] + d, d, D), FP8)
+                    q = prepare(load_channels(heads_ptr + (head * C.D)[:, None] + d, d, C.D), FP8)
             base, slot = split_slots(numbers, first, begin, C.PAGE_SIZE, C.BLOCK_N)
             t = first + tl.arange(0, C.BLOCK_N)
             row_max, total, acc = attend(
-                q, (row_max, total, acc), pages, base * NKV + kv_head, slot, t, limit, row_limit, scores, C, True
+                q, (row_max, total, acc), pages, base * C.NKV + kv_head, slot, t, limit, row_limit, scores, C, True
             )
-        if length <= SPLIT:
-            inside = existing(stored[:, None], d, D)
+        if length <= C.SPLIT:
+            inside = existing(stored[:, None], d, C.D)
             out = whole(acc) / tl.where(stored, total, 1.0)[:, None]
             out = gate_output(out, results, token, head[:, None], d, inside).to(results.out.dtype.element_ty)
-            tl.store(results.out + ((token * NQ + head) * D)[:, None] + d, out, mask=inside)
+            tl.store(results.out + ((token * C.NQ + head) * C.D)[:, None] + d, out, mask=inside)
         else:
-            part = tl.cast(item, tl.int64) * NQ + head
-            tl.store(results.sums + part[:, None] * D + d, whole(acc), mask=existing(stored[:, None], d, D))
+            part = tl.cast(item, tl.int64) * C.NQ + head
+            tl.store(results.sums + part[:, None] * C.D + d, whole(acc), mask=existing(stored[:, None], d, C.D))
             tl.store(results.row_stats + 2 * part, row_max, mask=stored)
             tl.store(results.row_stats + 2 * part + 1, total, mask=stored)
         if not ALL:  # noqa: SIM102 — compile-time. The loop does not run for a skipped item.

@@ -39,52 +39,46 @@ def _decode_few_kernel(q_ptr, pages, sequences, results, scores, B, table_width,
     For a sequence with one split it stores the final result, else a partial one for each new token. Row r of the tile is head
     r % GROUP of the group, of new token r // GROUP.
     """
-    NQ: tl.constexpr = C.NQ
-    NKV: tl.constexpr = C.NKV
-    D: tl.constexpr = C.D
-    SPLIT: tl.constexpr = C.SPLIT
-    BLOCK_M: tl.constexpr = C.BLOCK_M
-    GROUP: tl.constexpr = NQ // NKV
     FP8: tl.constexpr = pages.k_scale is not None
-    kv_head = tl.program_id(0) % NKV
-    first_item, programs = tl.program_id(0) // NKV, tl.num_programs(0) // NKV
+    kv_head = tl.program_id(0) % C.NKV
+    first_item, programs = tl.program_id(0) // C.NKV, tl.num_programs(0) // C.NKV
     items = tl.load(sequences.split_starts + B)
-    row = tl.arange(0, BLOCK_M)
+    row = tl.arange(0, C.BLOCK_M)
     d = tl.arange(0, C.BLOCK_D)[None, :]
-    query, head = row // GROUP, kv_head * GROUP + row % GROUP
+    query, head = row // C.GROUP, kv_head * C.GROUP + row % C.GROUP
     if PDL:
         tl.extra.cuda.gdc_wait()  # for q, and the new tokens' K and V
     for item in range(first_item, items, programs):
         b, length, split, numbers = find_work_item(item, sequences, B, table_width, C)
         start = tl.load(sequences.query_starts + b)
         new = tl.load(sequences.query_starts + b + 1) - start
-        begin = split * SPLIT
-        end = tl.where(new > 0, tl.minimum(begin + SPLIT, length), begin)
-        inside = row < new * GROUP
-        stored = existing(inside[:, None], d, D)
-        first_value = start.to(tl.int64) * (NQ * D)
-        at = (query * NQ + head)[:, None] * D + d
+        begin = split * C.SPLIT
+        end = tl.where(new > 0, tl.minimum(begin + C.SPLIT, length), begin)
+        inside = row < new * C.GROUP
+        stored = existing(inside[:, None], d, C.D)
+        first_value = start.to(tl.int64) * (C.NQ * C.D)
+        at = (query * C.NQ + head)[:, None] * C.D + d
         q = prepare(tl.load(q_ptr + first_value + at, mask=stored, other=0.0), FP8)
         row_limit = length - new + query + 1
         # In a sequence's last split, the first of its new tokens may see nothing. They get a token, since the online softmax of
         # no tokens is NaN, and their result is dropped.
         sees = row_limit > begin
         row_limit = tl.maximum(row_limit, begin + 1)
-        row_max, total, acc = blank(BLOCK_M, C.BLOCK_D, FP8)
+        row_max, total, acc = blank(C.BLOCK_M, C.BLOCK_D, FP8)
         for first in range(begin, end, C.BLOCK_N):
             base, slot = split_slots(numbers, first, begin, C.PAGE_SIZE, C.BLOCK_N)
             t = first + tl.arange(0, C.BLOCK_N)
             row_max, total, acc = attend(
-                q, (row_max, total, acc), pages, base * NKV + kv_head, slot, t, length, row_limit, scores, C, True
+                q, (row_max, total, acc), pages, base * C.NKV + kv_head, slot, t, length, row_limit, scores, C, True
             )
-        if length <= SPLIT:
+        if length <= C.SPLIT:
             out = whole(acc) / tl.where(inside, total, 1.0)[:, None]
             out = gate_output(out, results, (start + query).to(tl.int64)[:, None], head[:, None], d, stored)
             tl.store(results.out + first_value + at, out.to(results.out.dtype.element_ty), mask=stored)
         else:
-            part = (tl.cast(item, tl.int64) * NKV + kv_head) * (C.QUERIES * GROUP)
-            sums_ptr, stats_ptr = results.sums + part * D, results.row_stats + 2 * part
-            tl.store(sums_ptr + row[:, None] * D + d, tl.where(sees[:, None], whole(acc), 0.0), mask=stored)
+            part = (tl.cast(item, tl.int64) * C.NKV + kv_head) * (C.QUERIES * C.GROUP)
+            sums_ptr, stats_ptr = results.sums + part * C.D, results.row_stats + 2 * part
+            tl.store(sums_ptr + row[:, None] * C.D + d, tl.where(sees[:, None], whole(acc), 0.0), mask=stored)
             tl.store(stats_ptr + 2 * row, tl.where(sees, row_max, float("-inf")), mask=inside)
             tl.store(stats_ptr + 2 * row + 1, tl.where(sees, total, 0.0), mask=inside)
     if PDL:

@@ -26,7 +26,6 @@ if the item has more than two heads, a query. A slot is filled and read together
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -35,11 +34,11 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minirt.errors import InputError
 from minirt.kernels.attention.online_softmax import gate_output, hide, inverse, log2, score, widen
 from minirt.kernels.attention.operands import AttentionFacts, AttentionInput, decode_lookup_size
 from minirt.kernels.attention.work_items_sm90 import (
     BLOCK_N,
+    constants_of,
     count_blocks,
     find_candidates,
     find_firsts,
@@ -54,48 +53,16 @@ from minirt.kernels.attention.work_items_sm90 import (
 )
 from minirt.kernels.compile.tuning import Family
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
+from minirt.kernels.hopper.limits import TILE_QUERIES
 from minirt.kernels.hopper.ring import release, ring_barriers, wait_empty, wait_full
 from minirt.kernels.hopper.tma import CHANNELS, cp_async, tma_descriptor, tma_load
 from minirt.kernels.launch import Gpu, cdiv, launch_options, most_registers, sm_count
-from minirt.kernels.linear.dispatch import fetches_early
-from minirt.kernels.prepared import compile_time, prepared
+from minirt.kernels.prepared import prepared
 
 PAIRS = CHANNELS  # pairs of channels of a tile
 PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
 WIDE = gl.constexpr(gl.DotOperandLayout(0, PRODUCTS.value, 2))  # K and V
 NARROW = gl.constexpr(gl.DotOperandLayout(1, PRODUCTS.value, 2))  # queries and probabilities
-
-
-@compile_time
-class _Constants(NamedTuple):
-    """What a launch compiles in.
-
-    Args:
-        R, ROW: as in `constants.Constants`.
-        UNITS: items of all KV heads of a split.
-        TILES: tiles of an item; HEADS: its KV heads; N: its queries, padded.
-        SIDE: tiles of a stage of the ring; STAGES: its stages; SLOTS: slots of scales.
-        REGISTERS: of a thread of the fetching warp.
-        EARLY: whether the next kernel is triggered before the work.
-    """
-
-    NQ: int
-    NKV: int
-    D: int
-    R: int
-    ROW: int
-    PAGE_SIZE: int
-    SPLIT: int
-    STRIDE: int
-    UNITS: int
-    TILES: int
-    HEADS: int
-    N: int
-    SIDE: int
-    STAGES: int
-    SLOTS: int
-    REGISTERS: int
-    EARLY: bool
 
 
 @gluon.jit
@@ -105,25 +72,21 @@ def ask_token(place, first_head, heads, rope, sequences, table_width, row, write
     This loads, for each row, its head's q, k and v in pieces. It also loads v of the first tiles in the layout of the sums, the
     cosines and sines, the token's page for the rows that write K and V, the partners of q and k, and the scale of q.
     """
-    NQ: gl.constexpr = C.NQ
-    NKV: gl.constexpr = C.NKV
-    D: gl.constexpr = C.D
-    GROUP: gl.constexpr = NQ // NKV
     b, token, length, _ = place
     limit = length - 1
     token = gl.maximum(token, 0)
     heads_ptr = heads + token * C.ROW
     # Rows past the last head repeat the last head and are not stored.
-    q_ptrs = heads_ptr + (gl.minimum(first_head * GROUP + row, NQ - 1) * D)[:, None]
-    k_ptrs = heads_ptr + ((NQ + gl.minimum(first_head + row // GROUP, NKV - 1)) * D)[:, None]
-    v_ptrs = k_ptrs + NKV * D
+    q_ptrs = heads_ptr + (gl.minimum(first_head * C.GROUP + row, C.NQ - 1) * C.D)[:, None]
+    k_ptrs = heads_ptr + ((C.NQ + gl.minimum(first_head + row // C.GROUP, C.NKV - 1)) * C.D)[:, None]
+    v_ptrs = k_ptrs + C.NKV * C.D
     position = gl.maximum(limit, 0)
     # Rows that write nothing load another page. If all loaded one page, the compiler would use a uniform register and wait.
     place_in_table = gl.maximum(limit // C.PAGE_SIZE - gl.where(writes, 0, 1), 0)
     page = gl.load(sequences.block_tables + b * table_width + place_in_table)
     return (
         load_pieces(q_ptrs, d[None, :], C), load_pieces(k_ptrs, d[None, :], C), load_pieces(v_ptrs, d[None, :], C),
-        ask_values(token, first_head * (D // 2), heads, m, C), load_angles(rope, position, d, C), page,
+        ask_values(token, first_head * (C.D // 2), heads, m, C), load_angles(rope, position, d, C), page,
         load_partners(q_ptrs, d[None, :], C), load_partners(k_ptrs, d[None, :], C), load_scale(rope, position),
     )  # fmt: skip
 
@@ -188,34 +151,32 @@ def fetch_stages(pages, k_pages, v_pages, ring, slots, sequences, sizes, C):
     `work_items_sm90.fetch_items`, it does not wait for the kernel before.
     """
     BOX: gl.constexpr = k_pages.block_type.shape[0]
-    UNITS: gl.constexpr = C.UNITS
-    SIDE: gl.constexpr = C.SIDE
-    TURN: gl.constexpr = C.SLOTS * (C.TILES // SIDE)  # a slot was last written this many steps ago, or more
+    TURN: gl.constexpr = C.SLOTS * (C.TILES // C.SIDE)  # a slot was last written this many steps ago, or more
     B, table_width = sizes
     programs = gl.num_programs(0)
     items = gl.load(sequences.split_starts + B)
     firsts = find_firsts(sequences, B, C)
-    candidates = find_candidates(gl.program_id(0) // UNITS, firsts, sequences, B, C)
+    candidates = find_candidates(gl.program_id(0) // C.UNITS, firsts, sequences, B, C)
     step, count = 0, 0
-    for unit in range(gl.program_id(0), items * UNITS, programs):
-        b, _, length, split = find_place(unit // UNITS, candidates, sequences, C)
+    for unit in range(gl.program_id(0), items * C.UNITS, programs):
+        b, _, length, split = find_place(unit // C.UNITS, candidates, sequences, C)
         blocks = count_blocks(split, length, C.SPLIT)
-        column = unit % UNITS * (C.TILES * PAIRS)
+        column = unit % C.UNITS * (C.TILES * PAIRS)
         # The first row of each box of the split, one per lane. Past a sequence's end, its last rows are fetched again.
         t = gl.maximum(gl.minimum(split * C.SPLIT + lanes() * BOX, length - 2), 0) // BOX * BOX
         numbers = gl.load(sequences.block_tables + b * table_width + t // C.PAGE_SIZE)
         rows = numbers * C.PAGE_SIZE + t % C.PAGE_SIZE
-        candidates = find_candidates((unit + programs) // UNITS, firsts, sequences, B, C)
+        candidates = find_candidates((unit + programs) // C.UNITS, firsts, sequences, B, C)
         for i in range(blocks):
             wait_empty(ring[2], step + C.STAGES - TURN)
-            _fetch_scales(pages, rows, slots, i, unit % UNITS * C.HEADS, count, C, BOX)
+            _fetch_scales(pages, rows, slots, i, unit % C.UNITS * C.HEADS, count, C, BOX)
             count += 1
-            for c in range(0, C.TILES, SIDE):
-                _fetch(k_pages, rows, ring, i, column + c * PAIRS, step, SIDE)
+            for c in range(0, C.TILES, C.SIDE):
+                _fetch(k_pages, rows, ring, i, column + c * PAIRS, step, C.SIDE)
                 step += 1
-        for c in range(0, C.TILES, SIDE):
+        for c in range(0, C.TILES, C.SIDE):
             for i in range(blocks):
-                _fetch(v_pages, rows, ring, i, column + c * PAIRS, step, SIDE)
+                _fetch(v_pages, rows, ring, i, column + c * PAIRS, step, C.SIDE)
                 step += 1
 
 
@@ -272,7 +233,6 @@ def take_with_scales(ring, slots, step, count, second):
     return taken, k_scale, v_scale
 
 
-TILE_QUERIES = 8  # the most queries of an item, and so of a narrow item's tile
 _BOX = 32  # tokens of one TMA load
 _FEW = 6  # up to this many sequences, items are narrow, because wide ones would occupy too few programs
 
@@ -365,87 +325,76 @@ def _attend_items(heads, rope, pages, ring, slots, item_tiles, sequences, result
     """
     q_tiles, s_tiles, inverse_tiles, p_tiles = item_tiles
     B, table_width = sizes
-    NQ: gl.constexpr = C.NQ
-    NKV: gl.constexpr = C.NKV
-    D: gl.constexpr = C.D
-    PAGE_SIZE: gl.constexpr = C.PAGE_SIZE
-    SPLIT: gl.constexpr = C.SPLIT
-    UNITS: gl.constexpr = C.UNITS
-    TILES: gl.constexpr = C.TILES
-    HEADS: gl.constexpr = C.HEADS
-    N: gl.constexpr = C.N
-    SIDE: gl.constexpr = C.SIDE
-    GROUP: gl.constexpr = NQ // NKV
-    WITHIN: gl.constexpr = PAIRS * 2 // D  # heads of a tile
-    HALF: gl.constexpr = D // 2
+    WITHIN: gl.constexpr = PAIRS * 2 // C.D  # heads of a tile
+    HALF: gl.constexpr = C.D // 2
     STORES: gl.constexpr = sequences.query_starts is None  # else `rope_write` does
     ROWS: gl.constexpr = gl.BlockedLayout([1, 4], [128 // HALF, HALF // 4], [4, 1], [1, 0])
     m = gl.arange(0, BLOCK_N, gl.SliceLayout(1, PRODUCTS))  # tokens of a block, and pairs of channels
-    n = gl.arange(0, N, gl.SliceLayout(0, PRODUCTS))
-    row = gl.arange(0, N, gl.SliceLayout(1, ROWS))
+    n = gl.arange(0, C.N, gl.SliceLayout(0, PRODUCTS))
+    row = gl.arange(0, C.N, gl.SliceLayout(1, ROWS))
     d = gl.arange(0, HALF, gl.SliceLayout(0, ROWS))
     column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, WIDE))
-    second = n >= GROUP
-    writes = (row % GROUP == 0) & (row < HEADS * GROUP)  # rows that write the new token's K and V
+    second = n >= C.GROUP
+    writes = (row % C.GROUP == 0) & (row < C.HEADS * C.GROUP)  # rows that write the new token's K and V
     q_norm, k_norm = load_norm(rope.q_norm, d, C), load_norm(rope.k_norm, d, C)
     first, programs = gl.program_id(0), gl.num_programs(0)
     items = gl.load(sequences.split_starts + B)
     firsts = find_firsts(sequences, B, C)
-    next_place = find_place(first // UNITS, find_candidates(first // UNITS, firsts, sequences, B, C), sequences, C)
-    candidates = find_candidates((first + programs) // UNITS, firsts, sequences, B, C)
-    next_head = first % UNITS * HEADS
+    next_place = find_place(first // C.UNITS, find_candidates(first // C.UNITS, firsts, sequences, B, C), sequences, C)
+    candidates = find_candidates((first + programs) // C.UNITS, firsts, sequences, B, C)
+    next_head = first % C.UNITS * C.HEADS
     if PDL:
         gdc_wait()  # before the first read of the kernel before's output, and before the first write
     if PDL and C.EARLY:
         gdc_launch_dependents()  # as in `decode_sm90`
     asked = ask_token(next_place, next_head, heads, rope, sequences, table_width, row, writes, d, m, C)
     step, count = 0, 0
-    for unit in range(first, items * UNITS, programs):
-        item, head = unit // UNITS, unit % UNITS * HEADS
+    for unit in range(first, items * C.UNITS, programs):
+        item, head = unit // C.UNITS, unit % C.UNITS * C.HEADS
         token, length, split = next_place[1], next_place[2], next_place[3]
         raw_q, raw_k, raw_v, v_pairs, angles, page, q_partners, k_partners, q_scale = asked
-        begin, limit = split * SPLIT, length - 1
-        blocks = count_blocks(split, length, SPLIT)
-        newest = limit < begin + SPLIT  # the new token belongs to this split
+        begin, limit = split * C.SPLIT, length - 1
+        blocks = count_blocks(split, length, C.SPLIT)
+        newest = limit < begin + C.SPLIT  # the new token belongs to this split
         q_left, q_right = turn(raw_q, q_partners, q_norm, angles, q_scale, d, rope, C)
         q_left, q_right = q_left.to(gl.float32), q_right.to(gl.float32)
         # A power of two for each row makes the queries fit the range of fp16, see `online_softmax.prepare`.
         largest = gl.max(gl.maximum(gl.abs(q_left), gl.abs(q_right)), 1)
         exponent = gl.minimum(largest.to(gl.int32, bitcast=True) & 0x7F800000, 0x7E800000)
         shrink = (0x7F000000 - exponent).to(gl.float32, bitcast=True)[:, None]
-        _store_queries((q_left * shrink).to(gl.float16), q_tiles, row // GROUP, 0, D)
-        _store_queries((q_right * shrink).to(gl.float16), q_tiles, row // GROUP, D // 4, D)
+        _store_queries((q_left * shrink).to(gl.float16), q_tiles, row // C.GROUP, 0, C.D)
+        _store_queries((q_right * shrink).to(gl.float16), q_tiles, row // C.GROUP, C.D // 4, C.D)
         power = gl.convert_layout(exponent.to(gl.float32, bitcast=True), gl.SliceLayout(0, PRODUCTS)) * scores.scale
         # The new token's score [heads]; −inf if the token belongs to another split.
-        new_score = gl.full([N], float("-inf"), gl.float32, gl.SliceLayout(0, PRODUCTS))
-        new_scale = gl.full([N], 1.0, gl.float32, gl.SliceLayout(0, PRODUCTS))
+        new_score = gl.full([C.N], float("-inf"), gl.float32, gl.SliceLayout(0, PRODUCTS))
+        new_scale = gl.full([C.N], 1.0, gl.float32, gl.SliceLayout(0, PRODUCTS))
         if newest:
             turned_left, turned_right = turn(raw_k, k_partners, k_norm, angles, (), d, rope, C)
-            slot = (page.to(gl.int64) * PAGE_SIZE + limit % PAGE_SIZE) * NKV + head + row // GROUP
-            exists = writes & (head + row // GROUP < NKV)
-            new_left, new_right, k_scale = _write(turned_left, turned_right, pages.k, pages.k_scale, slot, d, exists, STORES, D)
-            v_scale = _write(raw_v[0], raw_v[1], pages.v, pages.v_scale, slot, d, exists, STORES, D)[2]
+            slot = (page.to(gl.int64) * C.PAGE_SIZE + limit % C.PAGE_SIZE) * C.NKV + head + row // C.GROUP
+            exists = writes & (head + row // C.GROUP < C.NKV)
+            new_left, new_right, k_scale = _write(turned_left, turned_right, pages.k, pages.k_scale, slot, d, exists, STORES, C.D)
+            v_scale = _write(raw_v[0], raw_v[1], pages.v, pages.v_scale, slot, d, exists, STORES, C.D)[2]
             product = gl.sum(q_left * new_left + q_right * new_right, 1) * k_scale
             new_score, factor = score(gl.convert_layout(product, gl.SliceLayout(0, PRODUCTS)), scores.scale, scores)
             new_score *= factor
             new_scale = gl.convert_layout(v_scale, gl.SliceLayout(0, PRODUCTS))
         new_score += log2(new_scale)
         # Load for the next item, while this one is computed.
-        next_place = find_place((unit + programs) // UNITS, candidates, sequences, C)
-        next_head = (unit + programs) % UNITS * HEADS
+        next_place = find_place((unit + programs) // C.UNITS, candidates, sequences, C)
+        next_head = (unit + programs) % C.UNITS * C.HEADS
         asked = ask_token(next_place, next_head, heads, rope, sequences, table_width, row, writes, d, m, C)
-        candidates = find_candidates((unit + 2 * programs) // UNITS, firsts, sequences, B, C)
+        candidates = find_candidates((unit + 2 * programs) // C.UNITS, firsts, sequences, B, C)
         # Scores [tokens, heads] are base-2 exponents and include V's scales; −inf past the last token in the pages.
-        highest = gl.full([BLOCK_N, N], float("-inf"), gl.float32, PRODUCTS)
+        highest = gl.full([BLOCK_N, C.N], float("-inf"), gl.float32, PRODUCTS)
         q_even = q_tiles.index(0).permute((1, 0)).load(NARROW)
         q_odd = q_tiles.index(1).permute((1, 0)).load(NARROW)
         for i in range(blocks):
             taken, k_scale, v_scale = take_with_scales(ring, slots, step, count, second)
             step, count = step + 1, count + 1
-            s = _scores(gl.zeros([BLOCK_N, N], gl.float32, PRODUCTS), taken, q_even, q_odd, n // (GROUP * WITHIN))
-            for c in range(SIDE, TILES, SIDE):
+            s = _scores(gl.zeros([BLOCK_N, C.N], gl.float32, PRODUCTS), taken, q_even, q_odd, n // (C.GROUP * WITHIN))
+            for c in range(C.SIDE, C.TILES, C.SIDE):
                 taken = take(ring, step, False)
-                s = _scores(s, taken, q_even, q_odd, n // (GROUP * WITHIN) - c)
+                s = _scores(s, taken, q_even, q_odd, n // (C.GROUP * WITHIN) - c)
                 step += 1
             inside = (begin + i * BLOCK_N + m < limit)[:, None]
             v_scale = gl.where(inside, v_scale, 1.0) + gl.zeros_like(s)
@@ -456,37 +405,37 @@ def _attend_items(heads, rope, pages, ring, slots, item_tiles, sequences, result
             inverse_tiles.index(i).store(inverse(v_scale))
         # Probabilities times V's scales, at most 2^15. They go to shared memory, from where the next products read them.
         row_max = gl.maximum(gl.max(highest, 0), new_score) - 15
-        weights = gl.zeros([BLOCK_N, N], gl.float32, PRODUCTS)
+        weights = gl.zeros([BLOCK_N, C.N], gl.float32, PRODUCTS)
         for i in range(blocks):
             p = gl.exp2(s_tiles.index(i).load(PRODUCTS) - row_max[None, :])
             weights += p * inverse_tiles.index(i).load(PRODUCTS)
             p_tiles.index(i).store(p.to(gl.float16))
         new_weight = gl.exp2(new_score - row_max)
         total = gl.sum(weights, 0) + new_weight * inverse(new_scale)
-        exist = (n < HEADS * GROUP) & (head * GROUP + n < NQ) & (token >= 0)
+        exist = (n < C.HEADS * C.GROUP) & (head * C.GROUP + n < C.NQ) & (token >= 0)
         normalize = 1 / total
-        part = item.to(gl.int64) * NQ + head * GROUP
-        if length > SPLIT:
+        part = item.to(gl.int64) * C.NQ + head * C.GROUP
+        if length > C.SPLIT:
             gl.store(results.row_stats + 2 * (part + n), row_max, mask=exist)
             gl.store(results.row_stats + 2 * (part + n) + 1, total, mask=exist)
         # Vᵀ · Pᵀ [pairs of channels, heads], one stage of tiles after the other.
-        for c in range(0, TILES, SIDE):
+        for c in range(0, C.TILES, C.SIDE):
             sums = ()
-            for _ in gl.static_range(SIDE):
-                sums += (gl.zeros([PAIRS, N], gl.float32, PRODUCTS), gl.zeros([PAIRS, N], gl.float32, PRODUCTS))  # type: ignore[assignment]
+            for _ in gl.static_range(C.SIDE):
+                sums += (gl.zeros([PAIRS, C.N], gl.float32, PRODUCTS), gl.zeros([PAIRS, C.N], gl.float32, PRODUCTS))  # type: ignore[assignment]
             if newest:  # other splits must not use the new token's V, which may be NaN
                 started = ()
-                for j in gl.static_range(SIDE):
+                for j in gl.static_range(C.SIDE):
                     started += _times(v_pairs[j], heads.dtype.element_ty, new_weight, new_scale)  # type: ignore[assignment]
                 sums = started
-            if TILES > SIDE:
-                v_pairs = ask_values(gl.maximum(token, 0), head * (D // 2) + (c + SIDE) * PAIRS, heads, m, C)
+            if C.TILES > C.SIDE:
+                v_pairs = ask_values(gl.maximum(token, 0), head * (C.D // 2) + (c + C.SIDE) * PAIRS, heads, m, C)
             for i in range(blocks):
                 taken = take(ring, step, True)
                 p = p_tiles.index(i).load(NARROW)
                 remaining = limit - begin - i * BLOCK_N
                 added = ()
-                for j in gl.static_range(SIDE):
+                for j in gl.static_range(C.SIDE):
                     v = taken[j]
                     if remaining < BLOCK_N:  # past the last token, V may be NaN, and zero times NaN is NaN
                         v = gl.where((column < remaining)[None, :], v, gl.zeros_like(v))
@@ -494,21 +443,21 @@ def _attend_items(heads, rope, pages, ring, slots, item_tiles, sequences, result
                     added += (mma_v2(even, p, sums[2 * j]), mma_v2(odd, p, sums[2 * j + 1]))  # type: ignore[assignment]
                 sums = added
                 step += 1
-            for j in gl.static_range(SIDE):
+            for j in gl.static_range(C.SIDE):
                 even, odd = sums[2 * j], sums[2 * j + 1]
                 channel = (c + j) * (PAIRS * 2) + 2 * m
-                stored = exist[None, :] & ((channel // D)[:, None] == (n // GROUP)[None, :])
-                at = n[None, :] * D + (channel % D)[:, None]
-                if length <= SPLIT:
-                    out_ptrs = results.out + (token * NQ + head * GROUP) * D + at
-                    out_head, out_channel = head * GROUP + n[None, :], (channel % D)[:, None]
+                stored = exist[None, :] & ((channel // C.D)[:, None] == (n // C.GROUP)[None, :])
+                at = n[None, :] * C.D + (channel % C.D)[:, None]
+                if length <= C.SPLIT:
+                    out_ptrs = results.out + (token * C.NQ + head * C.GROUP) * C.D + at
+                    out_head, out_channel = head * C.GROUP + n[None, :], (channel % C.D)[:, None]
                     x = gate_output(even * normalize[None, :], results, token, out_head, out_channel, stored)
                     gl.store(out_ptrs, x.to(results.out.dtype.element_ty), mask=stored)
                     x = gate_output(odd * normalize[None, :], results, token, out_head, out_channel + 1, stored)
                     gl.store(out_ptrs + 1, x.to(results.out.dtype.element_ty), mask=stored)
                 else:
-                    gl.store(results.sums + part * D + at, even, mask=stored)
-                    gl.store(results.sums + part * D + at + 1, odd, mask=stored)
+                    gl.store(results.sums + part * C.D + at, even, mask=stored)
+                    gl.store(results.sums + part * C.D + at + 1, odd, mask=stored)
     if PDL and not C.EARLY:
         gdc_launch_dependents()
 
@@ -563,20 +512,15 @@ FAMILY = Family("decode_fp8_sm90", DecodeFp8Sm90Config, (__file__,), ("T", "Nq",
 
 def launch(a: AttentionInput) -> None:
     """Same as `decode.launch`."""
-    if a.rope is None:
-        raise InputError("missing", where="rope", expected="raw heads", hint="`decode` takes queries")
-    (Nq, Nkv, D), pages, B, device = a.head_shape, a.pages, a.num_seqs, a.out.device
+    shape, pages, B, device = a.head_shape, a.pages, a.num_seqs, a.out.device
+    _, Nkv, D = shape
     pairs = (x.view(torch.int16).view(-1, Nkv * D // 2) for x in pages[:2])
     k, v = (tma_descriptor(x, min(pages.page_size, _BOX), PAIRS.value) for x in pairs)
     c = FAMILY.lookup(device, a.facts(variant(B)))
     units = cdiv(Nkv * D, 2 * PAIRS.value * c.tiles)
     programs = max(1, min(a.max_splits * units, c.programs * sm_count(device)))
-    constants = _Constants(
-        Nq, Nkv, D, a.rope.channels, a.heads.stride(0), pages.page_size, a.split, STRIDE=max(1, decode_lookup_size(B) // 32),
-        UNITS=units, TILES=c.tiles,
-        HEADS=2 * PAIRS.value * c.tiles // D, N=TILE_QUERIES, SIDE=c.side, STAGES=c.stages, SLOTS=c.slots,
-        REGISTERS=c.registers, EARLY=a.pdl and fetches_early(B, device),
-    )  # fmt: skip
+    of_fp8 = units, c.tiles, 2 * PAIRS.value * c.tiles // D, c.side, c.slots, c.registers
+    constants = constants_of(a, shape, B, TILE_QUERIES, c.stages, of_fp8)
     _decode_fp8_sm90_kernel[(programs,)](
         a.heads, a.rope, pages.for_kernel(torch.uint8), k, v, a.sequences, a.results(a.max_splits), a.scores.in_base_2(), B,
         a.table_width, C=constants, maxnreg=most_registers(256 * c.programs), **launch_options(4, 1, a.pdl),

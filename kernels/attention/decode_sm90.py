@@ -6,21 +6,19 @@ in scores [tokens, heads] = K · Qᵀ, and the channels in sums [channels, heads
 head, padded to 8 or 16. The pages must have 16 bits; `decode_fp8_sm90` is for FP8 pages. `work_items_sm90` holds what both share.
 """
 
-from typing import NamedTuple
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minirt.errors import InputError
 from minirt.kernels.attention.online_softmax import gate_output, hide, score
-from minirt.kernels.attention.operands import AttentionInput, decode_lookup_size
+from minirt.kernels.attention.operands import AttentionInput
 from minirt.kernels.attention.work_items_sm90 import (
     BLOCK_N,
     BOX,
     PROGRAMS,
+    constants_of,
     count_blocks,
     fetch_items,
     find_candidates,
@@ -37,32 +35,9 @@ from minirt.kernels.hopper.ring import release, ring_barriers, wait_full
 from minirt.kernels.hopper.tiles import zero_rows_from
 from minirt.kernels.hopper.tma import CHANNELS, tma_descriptor
 from minirt.kernels.launch import launch_options, most_registers, sm_count
-from minirt.kernels.linear.dispatch import fetches_early
-from minirt.kernels.prepared import compile_time, prepared
+from minirt.kernels.prepared import prepared
 
 STAGES = 6  # blocks of K or V that fit in a program's ring; a block has D // CHANNELS tiles
-
-
-@compile_time
-class _Constants(NamedTuple):
-    """What a launch compiles in.
-
-    Args:
-        R, ROW: as in `constants.Constants`.
-        N: heads, padded. EARLY: whether the next kernel is triggered before the work.
-    """
-
-    NQ: int
-    NKV: int
-    D: int
-    R: int
-    ROW: int
-    PAGE_SIZE: int
-    SPLIT: int
-    STRIDE: int
-    N: int
-    STAGES: int
-    EARLY: bool
 
 
 @gluon.jit
@@ -72,19 +47,15 @@ def _ask(place, kv_head, heads, rope, sequences, table_width, row, d, m, C):
     These are q, k and v in pieces; v again in the layout of the sums; cosines and sines; the token's page; the partners of q and
     k; the scale of q.
     """
-    NQ: gl.constexpr = C.NQ
-    NKV: gl.constexpr = C.NKV
-    D: gl.constexpr = C.D
-    GROUP: gl.constexpr = NQ // NKV
     b, token, length, _ = place
     limit = length - 1
     heads_ptr = heads + gl.maximum(token, 0) * C.ROW
     # Heads past the group repeat the group's last head and are not stored.
-    q_ptrs = heads_ptr + ((kv_head * GROUP + gl.minimum(row, GROUP - 1)) * D)[:, None]
-    k_ptr = heads_ptr + (NQ + kv_head) * D
-    v_ptr = heads_ptr + (NQ + NKV + kv_head) * D
+    q_ptrs = heads_ptr + ((kv_head * C.GROUP + gl.minimum(row, C.GROUP - 1)) * C.D)[:, None]
+    k_ptr = heads_ptr + (C.NQ + kv_head) * C.D
+    v_ptr = heads_ptr + (C.NQ + C.NKV + kv_head) * C.D
     v_sums = ()
-    for c in gl.static_range(0, D, CHANNELS):
+    for c in gl.static_range(0, C.D, CHANNELS):
         v_sums += (gl.load(v_ptr + c + m),)  # type: ignore[assignment]
     position = gl.maximum(limit, 0)
     page = gl.load(sequences.block_tables + b * table_width + gl.maximum(limit, 0) // C.PAGE_SIZE)
@@ -159,63 +130,56 @@ def _attend_items(heads, rope, pages, ring, q_tiles, p_tiles, sequences, results
     The tiles do not contain the new token. The program that computes its split adds its score and its value without tensor cores,
     and writes its K and V to the pages; with `query_starts`, `rope_write` does.
     """
-    NQ: gl.constexpr = C.NQ
-    NKV: gl.constexpr = C.NKV
-    D: gl.constexpr = C.D
-    SPLIT: gl.constexpr = C.SPLIT
-    GROUP: gl.constexpr = NQ // NKV
     N: gl.constexpr = q_tiles.shape[1]
-    TILES: gl.constexpr = D // CHANNELS
-    BLOCKS: gl.constexpr = SPLIT // BLOCK_N
+    TILES: gl.constexpr = C.D // CHANNELS
+    BLOCKS: gl.constexpr = C.SPLIT // BLOCK_N
     PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    PIECES: gl.constexpr = max(2, TILES)
-    WIDTH: gl.constexpr = D // PIECES
-    HEADS: gl.constexpr = gl.BlockedLayout([1, WIDTH // 16], [2, 16], [4, 1], [1, 0])
+    HEADS: gl.constexpr = gl.BlockedLayout([1, C.WIDTH // 16], [2, 16], [4, 1], [1, 0])
     tiles, full, _ = ring
     B, table_width = sizes
     m = gl.arange(0, BLOCK_N, gl.SliceLayout(1, PRODUCTS))  # tokens of a block, and channels of a tile
     n = gl.arange(0, N, gl.SliceLayout(0, PRODUCTS))
     row = gl.arange(0, N, gl.SliceLayout(1, HEADS))
-    d = gl.arange(0, WIDTH, gl.SliceLayout(0, HEADS))
+    d = gl.arange(0, C.WIDTH, gl.SliceLayout(0, HEADS))
     q_norm, k_norm = load_norm(rope.q_norm, d, C), load_norm(rope.k_norm, d, C)
     first, programs = gl.program_id(0), gl.num_programs(0)
     items = gl.load(sequences.split_starts + B)
     firsts = find_firsts(sequences, B, C)
-    next_place = find_place(first // NKV, find_candidates(first // NKV, firsts, sequences, B, C), sequences, C)
-    candidates = find_candidates((first + programs) // NKV, firsts, sequences, B, C)
+    next_place = find_place(first // C.NKV, find_candidates(first // C.NKV, firsts, sequences, B, C), sequences, C)
+    candidates = find_candidates((first + programs) // C.NKV, firsts, sequences, B, C)
     if PDL:
         gdc_wait()  # before the first read of the kernel before's output, and before the first write
     if PDL and C.EARLY:
         gdc_launch_dependents()  # programs of `gemm_sm90` have an SM each; others would crowd onto the first idle SMs
-    asked = _ask(next_place, first % NKV, heads, rope, sequences, table_width, row, d, m, C)
+    asked = _ask(next_place, first % C.NKV, heads, rope, sequences, table_width, row, d, m, C)
     step = 0
-    for pair in range(first, items * NKV, programs):
-        item, kv_head = pair // NKV, pair % NKV
+    for pair in range(first, items * C.NKV, programs):
+        item, kv_head = pair // C.NKV, pair % C.NKV
         token, length, split = next_place[1], next_place[2], next_place[3]
         q, k, v, v_sums, angles, page, q_partners, k_partners, scale = asked
-        begin, limit = split * SPLIT, length - 1
-        blocks = count_blocks(split, length, SPLIT)
-        newest = limit < begin + SPLIT  # the new token belongs to this split
+        begin, limit = split * C.SPLIT, length - 1
+        blocks = count_blocks(split, length, C.SPLIT)
+        newest = limit < begin + C.SPLIT  # the new token belongs to this split
         q = turn(q, q_partners, q_norm, angles, scale, d, rope, C)
         k = turn(k, k_partners, k_norm, angles, (), d, rope, C)
-        for i in gl.static_range(PIECES):
+        for i in gl.static_range(C.PIECES):
             if TILES == 1:
-                q_tiles.index(0).slice(i * WIDTH, WIDTH, 1).store(q[i])
+                q_tiles.index(0).slice(i * C.WIDTH, C.WIDTH, 1).store(q[i])
             else:
                 q_tiles.index(i).store(q[i])
         fence_async_shared()
         # The new token's score [heads]; −inf if the token belongs to another split.
         new_score = q[0].to(gl.float32) * k[0].to(gl.float32)[None, :]
-        for i in gl.static_range(1, PIECES):
+        for i in gl.static_range(1, C.PIECES):
             new_score = new_score + q[i].to(gl.float32) * k[i].to(gl.float32)[None, :]
         new_score = gl.sum(new_score, 1)
         new_score, factor = score(gl.convert_layout(new_score, gl.SliceLayout(0, PRODUCTS)), scores.scale, scores)
         new_score = gl.where(newest, new_score * factor, float("-inf"))
         # Load for the next item, while this one is computed.
-        next_place = find_place((pair + programs) // NKV, candidates, sequences, C)
-        asked = _ask(next_place, (pair + programs) % NKV, heads, rope, sequences, table_width, row, d, m, C)
-        candidates = find_candidates((pair + 2 * programs) // NKV, firsts, sequences, B, C)
-        block_scores, step = _scores(ring, q_tiles, step, blocks, begin, limit, scores, SPLIT)
+        next_place = find_place((pair + programs) // C.NKV, candidates, sequences, C)
+        asked = _ask(next_place, (pair + programs) % C.NKV, heads, rope, sequences, table_width, row, d, m, C)
+        candidates = find_candidates((pair + 2 * programs) // C.NKV, firsts, sequences, B, C)
+        block_scores, step = _scores(ring, q_tiles, step, blocks, begin, limit, scores, C.SPLIT)
         # The probabilities go to shared memory, from where the next products read them.
         largest = gl.full([BLOCK_N, N], float("-inf"), gl.float32, PRODUCTS)
         for i in gl.static_range(BLOCKS):
@@ -235,33 +199,33 @@ def _attend_items(heads, rope, pages, ring, q_tiles, p_tiles, sequences, results
                 zero_rows_from(tiles.index(last * TILES + c), BLOCK_N - behind, BLOCK_N)
         fence_async_shared()
         total = gl.sum(weights, 0) + new_weight
-        accs, step = _values(ring, p_tiles, step, blocks, D)
-        at = n[None, :] * D + m[:, None]
-        exist = (n < GROUP) & (token >= 0)
+        accs, step = _values(ring, p_tiles, step, blocks, C.D)
+        at = n[None, :] * C.D + m[:, None]
+        exist = (n < C.GROUP) & (token >= 0)
         stored = exist[None, :]
         inverse = 1 / total
-        final = length <= SPLIT
-        out_ptrs = results.out + (token * NQ + kv_head * GROUP) * D + at
-        part = item.to(gl.int64) * NQ + kv_head * GROUP
+        final = length <= C.SPLIT
+        out_ptrs = results.out + (token * C.NQ + kv_head * C.GROUP) * C.D + at
+        part = item.to(gl.int64) * C.NQ + kv_head * C.GROUP
         for c in gl.static_range(TILES):
             # Another split must not use the new token's V, which may be NaN.
             new_v = gl.where(newest, v_sums[c].to(gl.float32), 0.0)
             acc = accs[c] + new_v[:, None] * new_weight[None, :]
             if final:
-                head, channel = kv_head * GROUP + n[None, :], c * CHANNELS + m[:, None]
+                head, channel = kv_head * C.GROUP + n[None, :], c * CHANNELS + m[:, None]
                 out = gate_output(acc * inverse[None, :], results, token, head, channel, stored)
                 gl.store(out_ptrs + c * CHANNELS, out.to(results.out.dtype.element_ty), mask=stored)
             else:
-                gl.store(results.sums + part * D + c * CHANNELS + at, acc, mask=stored)
+                gl.store(results.sums + part * C.D + c * CHANNELS + at, acc, mask=stored)
         if not final:
             gl.store(results.row_stats + 2 * (part + n), row_max, mask=exist)
             gl.store(results.row_stats + 2 * (part + n) + 1, total, mask=exist)
         if sequences.query_starts is None and newest:
-            slot = ((page.to(gl.int64) * C.PAGE_SIZE + limit % C.PAGE_SIZE) * NKV + kv_head) * D + d
-            for i in gl.static_range(PIECES):
-                gl.store(pages.k + slot + i * WIDTH, k[i])
-            for i in gl.static_range(PIECES):
-                gl.store(pages.v + slot + i * WIDTH, v[i])
+            slot = ((page.to(gl.int64) * C.PAGE_SIZE + limit % C.PAGE_SIZE) * C.NKV + kv_head) * C.D + d
+            for i in gl.static_range(C.PIECES):
+                gl.store(pages.k + slot + i * C.WIDTH, k[i])
+            for i in gl.static_range(C.PIECES):
+                gl.store(pages.v + slot + i * C.WIDTH, v[i])
     if PDL and not C.EARLY:
         gdc_launch_dependents()
 
@@ -293,16 +257,12 @@ def _decode_sm90_kernel(heads, rope, pages, k_pages, v_pages, sequences, results
 
 def launch(a: AttentionInput) -> None:
     """Same as `decode.launch`."""
-    if a.rope is None:
-        raise InputError("missing", where="rope", expected="raw heads", hint="`decode` takes queries")
-    (Nq, Nkv, D), pages, B, device = a.head_shape, a.pages, a.num_seqs, a.out.device
+    shape, pages, B, device = a.head_shape, a.pages, a.num_seqs, a.out.device
+    Nq, Nkv, D = shape
+    constants = constants_of(a, shape, B, 8 if Nq // Nkv <= 8 else 16, STAGES)
     k, v = (tma_descriptor(x, min(pages.page_size, BOX), CHANNELS.value, Nkv * D) for x in pages[:2])
     share = PROGRAMS if D <= 128 else 1  # programs that share an SM: the ring of one has as many bytes as two of 128 channels
     programs = max(1, min(a.max_splits * Nkv, share * sm_count(device)))
-    constants = _Constants(
-        Nq, Nkv, D, a.rope.channels, a.heads.stride(0), pages.page_size, a.split, STRIDE=max(1, decode_lookup_size(B) // 32),
-        N=8 if Nq // Nkv <= 8 else 16, STAGES=STAGES, EARLY=a.pdl and fetches_early(B, device),
-    )  # fmt: skip
     _decode_sm90_kernel[(programs,)](
         a.heads, a.rope, pages.for_kernel(torch.int16), k, v, a.sequences, a.results(a.max_splits), a.scores.in_base_2(), B,
         a.table_width, C=constants, maxnreg=most_registers(256 * share), **launch_options(4, 1, a.pdl),

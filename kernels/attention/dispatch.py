@@ -37,14 +37,13 @@ from minirt.kernels.attention.operands import (
     decode_lookup_size,
     prefill_lookup_size,
 )
-from minirt.kernels.attention.work_items_sm90 import LONGEST, MOST_SEQUENCES
-from minirt.kernels.checks import check_tensor
+from minirt.kernels.attention.work_items_sm90 import MOST_SEQUENCES
+from minirt.kernels.hopper.limits import ATTENTION as HOPPER
 from minirt.kernels.launch import Workspace, capability
 from minirt.kernels.regimes import AttentionLimits, Regime, SumOrder, covering
 
 # Kernels for one new token also take raw heads, and limit the split.
 _DECODE = replace(ANY, raw=None, split=1024)
-_HOPPER = replace(ANY, raw=True, split=LONGEST, alignment=16, head_dims=(64, 128, 256))  # of decoding
 _SPLITS = SumOrder("steps", splits=True)
 
 
@@ -75,12 +74,11 @@ class AttentionRegime(Regime):
 DECODE = (
     AttentionRegime(
         "decode_sm90", "sequences", 1, MOST_SEQUENCES, variant=decode_lookup_size, capability=90, launch=decode_sm90.launch,
-        limits=replace(_HOPPER, formats=("fp16",)),
+        limits=HOPPER["decode_sm90"],
     ),
     AttentionRegime(
         "decode_fp8_sm90", "sequences", 1, MOST_SEQUENCES, variant=decode_fp8_sm90.variant, capability=90,
-        launch=decode_fp8_sm90.launch,
-        limits=replace(_HOPPER, formats=("fp8",), head_dims=(64, 128), tile_queries=decode_fp8_sm90.TILE_QUERIES),
+        launch=decode_fp8_sm90.launch, limits=HOPPER["decode_fp8_sm90"],
     ),
     AttentionRegime("decode", "sequences", 1, variant=decode_lookup_size),
 )  # fmt: skip
@@ -90,8 +88,8 @@ FEW = (  # steps in which no sequence has more than 1 + MAX_DRAFTS new tokens, a
     ),
 )  # fmt: skip
 _SM90 = AttentionRegime(
-    "prefill_sm90", "tokens", 1, capability=90, launch=prefill_sm90.launch,
-    limits=replace(ANY, formats=("fp16",), alignment=16, head_dims=(64, 128, 256)), sums=SumOrder("steps"),
+    "prefill_sm90", "tokens", 1, capability=90, launch=prefill_sm90.launch, limits=HOPPER["prefill_sm90"],
+    sums=SumOrder("steps"),
 )  # fmt: skip
 PREFILL = (  # docs/decisions/attention-prefill.md
     replace(_SM90, first=512, limits=replace(_SM90.limits, head_dims=(128, 256))),
@@ -117,18 +115,18 @@ def attention(a: AttentionInput) -> Tensor:
         `a.out`. If each sequence has one token and `max_seq_len` is at most `split`, it is not written for padding.
     """
     if a.sequences.query_starts is None:
-        return _decode(a)
+        return _by_splits(a, DECODE)
     few = a.max_query_len is not None and 1 < a.max_query_len <= decode_few.QUERIES
     a = a if few else a._replace(max_seq_len=None, pdl=False)  # PDL gains nothing in steps with prompts
     if few or a.num_seqs <= 1:
         a = _written(a)
-        return _few(a) if few else _prefill(a)
+        return _by_splits(a, FEW, decode_few.QUERIES) if few else _prefill(a)
     # Sequences with one new token, whose contexts are split, depend on no kernel of the others.
     if a.side is None:
-        _decode(a)
+        _by_splits(a, DECODE)
         return _prefill(_written(a)._replace(shortest=2))
     with a.side.fork():
-        _decode(a._replace(workspace=a.side.workspace))
+        _by_splits(a._replace(workspace=a.side.workspace), DECODE)
     _prefill(_written(a)._replace(shortest=2))
     a.side.join()
     return a.out
@@ -177,7 +175,7 @@ def paged_attention_decode(
     )  # fmt: skip
     if check:
         check_decode(a)
-    return _decode(a)
+    return _by_splits(a, DECODE)
 
 
 def paged_attention_decode_few(
@@ -207,7 +205,7 @@ def paged_attention_decode_few(
     )  # fmt: skip
     if check:
         check_decode_few(a)
-    return _few(a)
+    return _by_splits(a, FEW, decode_few.QUERIES)
 
 
 def rope_paged_attention_decode(
@@ -237,7 +235,7 @@ def rope_paged_attention_decode(
     )  # fmt: skip
     if check:
         check_decode(a, Nq)
-    return _decode(a)
+    return _by_splits(a, DECODE)
 
 
 def paged_attention_prefill(
@@ -267,7 +265,6 @@ def paged_attention_prefill(
     )  # fmt: skip
     if check:
         check_attention(a)
-        check_tensor("query_starts", query_starts, (a.num_seqs + 1,), torch.int32, q.device)
         if workspace is not None and max_splits < 1:
             raise InputError("not positive", where="max_splits", expected="a bound, with a workspace", found=max_splits)
         if workspace is not None and shortest > 2:
@@ -275,17 +272,8 @@ def paged_attention_prefill(
     return _prefill(a)
 
 
-def decode_regime(a: AttentionInput) -> AttentionRegime:
-    """The regime that computes attention of sequences with one new token."""
-    return _regime(DECODE, a.num_seqs, a)
-
-
-def prefill_regime(a: AttentionInput) -> AttentionRegime:
-    """The regime that computes attention of prompts."""
-    return _regime(PREFILL, a.heads.shape[0], a)
-
-
-def _regime(table: tuple[AttentionRegime, ...], size: int, a: AttentionInput) -> AttentionRegime:
+def regime(table: tuple[AttentionRegime, ...], size: int, a: AttentionInput) -> AttentionRegime:
+    """The regime of a table that computes these operands. size: of the step, on the table's axis."""
     regimes = covering(table, size, capability(a.out.device))
     for candidate in regimes[:-1]:
         if candidate.accepts(a):
@@ -293,24 +281,14 @@ def _regime(table: tuple[AttentionRegime, ...], size: int, a: AttentionInput) ->
     return regimes[-1]  # it takes the rest: what no kernel takes was refused before
 
 
-def _decode(a: AttentionInput) -> Tensor:
-    """Attention of the sequences with one new token."""
-    if a.num_seqs == 0:
+def _by_splits(a: AttentionInput, table: tuple[AttentionRegime, ...], queries: int = 1) -> Tensor:
+    """Attention of the sequences with one new token, or of sequences with at most `queries` each."""
+    if a.num_seqs == 0 or a.heads.shape[0] == 0:
         return a.out
-    decode_regime(a).launch(a)
+    regime(table, a.num_seqs, a).launch(a)
     if a.max_seq_len is None or a.max_seq_len > a.split:
         # It also fills the rows of empty sequences. Only the device knows whether a sequence has several splits.
-        combine(a)
-    return a.out
-
-
-def _few(a: AttentionInput) -> Tensor:
-    """Attention of sequences with at most 1 + MAX_DRAFTS new tokens each."""
-    if a.heads.shape[0] == 0 or a.num_seqs == 0:
-        return a.out
-    _regime(FEW, a.num_seqs, a).launch(a)
-    if a.max_seq_len is None or a.max_seq_len > a.split:
-        combine(a, decode_few.QUERIES)
+        combine(a, queries)
     return a.out
 
 
@@ -324,8 +302,8 @@ def _prefill(a: AttentionInput) -> Tensor:
         PARTIAL[0].launch(a)
     # `prefill_sm90` takes only 16-bit pages. FP8 pages are widened if it would accept the copies.
     widens = a.pages.k_scale is not None and 0 < a.max_splits * a.split <= MAX_WIDENED_TOKENS
-    regime = prefill_regime(a._replace(pages=KVPages(a.heads, a.heads)) if widens else a)
-    if widens and regime.launch is not prefill.launch:
+    chosen = regime(PREFILL, tokens, a._replace(pages=KVPages(a.heads, a.heads)) if widens else a)
+    if widens and chosen.launch is not prefill.launch:
         a = widen_kv.widen(a)
-    regime.launch(a)
+    chosen.launch(a)
     return a.out

@@ -219,16 +219,14 @@ def attend(q, state, pages, base, slot, t, limit, row_limit, scores, C, MASKED: 
     scales multiply the scores. V's scales multiply the probabilities, as a term of their exponents. These products are scaled so
     that the largest is at most 2^15, which keeps their precision in fp16.
     """
-    NKV: tl.constexpr = C.NKV
-    D: tl.constexpr = C.D
     row_max, total, acc = state
     inside = (t < limit)[:, None]
     if pages.k_scale is None:
         d = tl.arange(0, C.BLOCK_D)[None, :]
-        at = slot[:, None] * (NKV * D) + d
-        k_ptr = pages.k + base * D
-        v_ptr = pages.v + base * D
-        k = _load_rows(k_ptr + at, inside, d, D, MASKED)
+        at = slot[:, None] * (C.NKV * C.D) + d
+        k_ptr = pages.k + base * C.D
+        v_ptr = pages.v + base * C.D
+        k = _load_rows(k_ptr + at, inside, d, C.D, MASKED)
         s, factor = score(tl.dot(q[0], tl.trans(k), input_precision="ieee"), scores.scale, scores)
         if MASKED:
             s = hide(s, t[None, :], row_limit[:, None])
@@ -236,17 +234,17 @@ def attend(q, state, pages, base, slot, t, limit, row_limit, scores, C, MASKED: 
         p = tl.exp2(s * factor - new_row_max[:, None])
         rescale = tl.exp2(row_max - new_row_max)
         total = total * rescale + tl.sum(p, 1)
-        v = _load_rows(v_ptr + at, inside, d, D, MASKED)
+        v = _load_rows(v_ptr + at, inside, d, C.D, MASKED)
         return new_row_max, total, (tl.dot(p.to(v.dtype), v, acc[0] * rescale[:, None], input_precision="ieee"),)
     else:
         dtype: tl.constexpr = q[0].dtype
         d = tl.arange(0, C.BLOCK_D // 2)[None, :]
-        at = slot[:, None] * (NKV * D // 2) + d
-        k_ptr = pages.k + base * (D // 2)
-        v_ptr = pages.v + base * (D // 2)
-        k = _load_rows(k_ptr + at, inside, d, D // 2, MASKED)
-        k_factor = tl.load(pages.k_scale + base + slot * NKV, mask=t < limit, other=1.0) * scores.scale
-        v_scale = tl.load(pages.v_scale + base + slot * NKV, mask=t < limit, other=1.0)
+        at = slot[:, None] * (C.NKV * C.D // 2) + d
+        k_ptr = pages.k + base * (C.D // 2)
+        v_ptr = pages.v + base * (C.D // 2)
+        k = _load_rows(k_ptr + at, inside, d, C.D // 2, MASKED)
+        k_factor = tl.load(pages.k_scale + base + slot * C.NKV, mask=t < limit, other=1.0) * scores.scale
+        v_scale = tl.load(pages.v_scale + base + slot * C.NKV, mask=t < limit, other=1.0)
         exponent, per_scale = log2(v_scale), inverse(v_scale)
         if q[0].shape[0] > 16:
             k_factor, exponent, per_scale = _settle(k_factor), _settle(exponent), _settle(per_scale)
@@ -261,7 +259,7 @@ def attend(q, state, pages, base, slot, t, limit, row_limit, scores, C, MASKED: 
         p = tl.exp2(s - new_row_max[:, None])
         rescale = tl.exp2(row_max - new_row_max)
         total = total * rescale + tl.sum(p * per_scale[None, :], 1)
-        v = _load_rows(v_ptr + at, inside, d, D // 2, MASKED)
+        v = _load_rows(v_ptr + at, inside, d, C.D // 2, MASKED)
         v_even, v_odd = widen(v, dtype)
         p = p.to(dtype)
         even = tl.dot(p, v_even, acc[0] * rescale[:, None], input_precision="ieee")

@@ -72,10 +72,7 @@ def _before(ends, b, BLOCK_B: tl.constexpr):
 @triton.jit(do_not_specialize=["B", "table_width"])
 def _chunk_kernel(q_ptr, pages, sequences, results, scores, B, table_width, C):
     """One KV head of every n-th work item, for n programs per head. A work item: a tile of queries on one part of the context."""
-    NQ: tl.constexpr = C.NQ
-    D: tl.constexpr = C.D
-    GROUP: tl.constexpr = NQ // C.NKV
-    QUERIES: tl.constexpr = C.BLOCK_M // GROUP
+    QUERIES: tl.constexpr = C.BLOCK_M // C.GROUP
     kv_head = tl.program_id(0) % C.NKV
     new, lens = lengths(sequences, B, C.BLOCK_B)
     parts = parts_of(new, lens, C.PARTIAL)[0]
@@ -89,12 +86,12 @@ def _chunk_kernel(q_ptr, pages, sequences, results, scores, B, table_width, C):
         tiles = (count + QUERIES - 1) // QUERIES
         part, first_query = (item - first_item) // tiles, (item - first_item) % tiles * QUERIES
         row = tl.arange(0, C.BLOCK_M)
-        valid = (first_query + row // GROUP < count) & (row < QUERIES * GROUP)
+        valid = (first_query + row // C.GROUP < count) & (row < QUERIES * C.GROUP)
         # Rows past the end repeat the last query instead of being masked. They are not stored.
-        query = tl.minimum(first_query + row // GROUP, count - 1)
-        head = kv_head * GROUP + row % GROUP
+        query = tl.minimum(first_query + row // C.GROUP, count - 1)
+        head = kv_head * C.GROUP + row % C.GROUP
         d = tl.arange(0, C.BLOCK_D)[None, :]
-        q = load_channels(q_ptr + ((start + query).to(tl.int64) * NQ + head)[:, None] * D + d, d, D)
+        q = load_channels(q_ptr + ((start + query).to(tl.int64) * C.NQ + head)[:, None] * C.D + d, d, C.D)
         q = prepare(q, pages.k_scale is not None)
         row_limit = limit - count + query + 1
         table_ptr = sequences.block_tables + b.to(tl.int64) * table_width
@@ -106,8 +103,8 @@ def _chunk_kernel(q_ptr, pages, sequences, results, scores, B, table_width, C):
             q, pages, table_ptr, kv_head, begin, seen_by_all, seen_by_any, limit, row_limit, scores, C
         )
         first_row = _before(rows, b, C.BLOCK_B) + part * count + first_query
-        at = (first_row + row // GROUP).to(tl.int64) * NQ + head
-        tl.store(results.sums + at[:, None] * D + d, whole(acc), mask=existing(valid[:, None], d, D))
+        at = (first_row + row // C.GROUP).to(tl.int64) * C.NQ + head
+        tl.store(results.sums + at[:, None] * C.D + d, whole(acc), mask=existing(valid[:, None], d, C.D))
         tl.store(results.row_stats + 2 * at, row_max, mask=valid)
         tl.store(results.row_stats + 2 * at + 1, total, mask=valid)
 

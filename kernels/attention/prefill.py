@@ -12,15 +12,7 @@ import triton
 import triton.language as tl
 
 from minirt.kernels.attention.constants import Constants
-from minirt.kernels.attention.online_softmax import (
-    attend_context,
-    existing,
-    fuses,
-    gate_output,
-    load_channels,
-    prepare,
-    whole,
-)
+from minirt.kernels.attention.online_softmax import attend_context, existing, fuses, gate_output, load_channels, prepare, whole
 from minirt.kernels.attention.operands import AttentionFacts, AttentionInput, prefill_lookup_size
 from minirt.kernels.attention.partial import is_left
 from minirt.kernels.compile.tuning import Family
@@ -66,35 +58,31 @@ def _find(block, starts_ptr, B, QUERIES: tl.constexpr, BLOCK_B: tl.constexpr):
 @triton.jit(do_not_specialize=["B", "table_width"])
 def _prefill_kernel(q_ptr, pages, sequences, results, scores, B, table_width, C):
     """BLOCK_M // GROUP queries of one sequence, with the GROUP heads of one KV head."""
-    NQ: tl.constexpr = C.NQ
-    NKV: tl.constexpr = C.NKV
-    D: tl.constexpr = C.D
-    GROUP: tl.constexpr = NQ // NKV
-    QUERIES: tl.constexpr = C.BLOCK_M // GROUP
-    kv_head = tl.program_id(0) % NKV
+    QUERIES: tl.constexpr = C.BLOCK_M // C.GROUP
+    kv_head = tl.program_id(0) % C.NKV
     # A sequence's last block takes longest, so it starts first.
-    block = tl.num_programs(0) // NKV - 1 - tl.program_id(0) // NKV
+    block = tl.num_programs(0) // C.NKV - 1 - tl.program_id(0) // C.NKV
     b, start, length = _find(block, sequences.query_starts, B, QUERIES, C.BLOCK_B)
     first_query = (block - start // QUERIES - b) * QUERIES
     limit = tl.load(sequences.seq_lens + b)
     if (first_query < length) & is_left(length, limit, C):
         context = limit - length
         row = tl.arange(0, C.BLOCK_M)
-        query = first_query + row // GROUP
-        valid = (query < length) & (row < QUERIES * GROUP)
+        query = first_query + row // C.GROUP
+        valid = (query < length) & (row < QUERIES * C.GROUP)
         # Rows past the end repeat the last query instead of being masked. They are not stored.
         query = tl.minimum(query, length - 1)
-        head = kv_head * GROUP + row % GROUP
+        head = kv_head * C.GROUP + row % C.GROUP
         d = tl.arange(0, C.BLOCK_D)[None, :]
         token = (start + query).to(tl.int64)
-        at = (token * NQ + head)[:, None] * D + d
-        q = prepare(load_channels(q_ptr + at, d, D), pages.k_scale is not None)
+        at = (token * C.NQ + head)[:, None] * C.D + d
+        q = prepare(load_channels(q_ptr + at, d, C.D), pages.k_scale is not None)
         row_limit = context + query + 1
         table_ptr = sequences.block_tables + b.to(tl.int64) * table_width
         seen_by_all = (context + first_query + 1) // C.BLOCK_N * C.BLOCK_N
         seen_by_any = tl.minimum(context + first_query + QUERIES, limit)
         _, total, acc = attend_context(q, pages, table_ptr, kv_head, 0, seen_by_all, seen_by_any, limit, row_limit, scores, C)
-        stored = existing(valid[:, None], d, D)
+        stored = existing(valid[:, None], d, C.D)
         acc = gate_output(whole(acc) / total[:, None], results, token[:, None], head[:, None], d, stored)
         tl.store(results.out + at, acc.to(results.out.dtype.element_ty), mask=stored)
 

@@ -11,12 +11,7 @@ half as many tokens. `k` and `v` are rings (tiles, full, empty), see `hopper.rin
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from minirt.kernels.attention.constants import Constants
 from minirt.kernels.attention.online_softmax import hide, score
@@ -41,7 +36,7 @@ def _tile(turn, sequences, sizes, C):
     Long tiles come first (see `prefill._find`). Programs take tiles in alternating direction, so that each gets a similar share
     of long ones.
     """
-    QUERIES: gl.constexpr = TEAMS * ROWS // (C.NQ // C.NKV)
+    QUERIES: gl.constexpr = TEAMS * ROWS // C.GROUP
     B, _, tiles = sizes
     programs = gl.num_programs(0)
     index = turn * programs + gl.where(turn % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
@@ -78,19 +73,17 @@ def _fetch_block(pages, rows, column, ring, step):
 def _fetch_blocks(k_pages, v_pages, k, v, sequences, sizes, C):
     """Fetch K and V of all tiles, one block after the other. Past a sequence's end, its last box is fetched again."""
     BOX: gl.constexpr = k_pages.block_type.shape[0]
-    BLOCK_N: gl.constexpr = C.BLOCK_N
-    PAGE_SIZE: gl.constexpr = C.PAGE_SIZE
     _, table_width, tiles = sizes
     step = 0
     for turn in range((tiles + gl.num_programs(0) - 1) // gl.num_programs(0)):
         b, kv_head, limit, seen, _, _, _ = _tile(turn, sequences, sizes, C)
         table_ptr = sequences.block_tables + b.to(gl.int64) * table_width
         column = kv_head * k[0].shape[2]
-        for first in range(0, seen, BLOCK_N):
+        for first in range(0, seen, C.BLOCK_N):
             rows = ()  # rows of the pages, loaded before the wait for a free stage
-            for i in gl.static_range(0, BLOCK_N, BOX):
+            for i in gl.static_range(0, C.BLOCK_N, BOX):
                 t = gl.minimum(first + i, limit - 1) // BOX * BOX
-                rows += (gl.load(table_ptr + t // PAGE_SIZE) * PAGE_SIZE + t % PAGE_SIZE,)  # type: ignore[assignment]
+                rows += (gl.load(table_ptr + t // C.PAGE_SIZE) * C.PAGE_SIZE + t % C.PAGE_SIZE,)  # type: ignore[assignment]
             _fetch_block(k_pages, rows, column, k, step)
             _fetch_block(v_pages, rows, column, v, step)
             step += 1
@@ -148,13 +141,9 @@ def _next_block(q_tile, k, v, turns, state, step, round, first, row_limit, score
 @gluon.jit
 def _attend_tiles(q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scores, sizes, C, TEAM: gl.constexpr):
     """Task of one team: its rows of all tiles. Row r of a tile is head r % GROUP of query r // GROUP."""
-    D: gl.constexpr = C.D
-    NKV: gl.constexpr = C.NKV
-    GROUP: gl.constexpr = C.NQ // NKV
-    BLOCK_N: gl.constexpr = C.BLOCK_N
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    MOVED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.D, 16])
+    MOVED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.D, C.D // 8], [4, 1], [1, 0])
     k_tiles, k_full, k_empty = k
     v_tiles, v_full, v_empty = v
     q_tile = q_tiles.index(TEAM)
@@ -169,18 +158,18 @@ def _attend_tiles(q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scor
         if seen > 0:
             # Rows past the end repeat the last query instead of being masked. They are not stored.
             row = TEAM * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, MOVED))
-            at = (gl.minimum(row // GROUP, queries - 1) * (NKV * GROUP) + row % GROUP) * D
-            at = at[:, None] + gl.arange(0, D, gl.SliceLayout(0, MOVED))[None, :]
-            base = (start.to(gl.int64) * NKV + kv_head) * (GROUP * D)
+            at = (gl.minimum(row // C.GROUP, queries - 1) * (C.NKV * C.GROUP) + row % C.GROUP) * C.D
+            at = at[:, None] + gl.arange(0, C.D, gl.SliceLayout(0, MOVED))[None, :]
+            base = (start.to(gl.int64) * C.NKV + kv_head) * (C.GROUP * C.D)
             q_tile.store(gl.load(q_ptr + base + at))
             fence_async_shared()
-            query = (TEAM * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))) // GROUP
+            query = (TEAM * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))) // C.GROUP
             row_limit = before + 1 + gl.minimum(query, queries - 1)
-            acc = gl.zeros([ROWS, D], gl.float32, SUMS)
+            acc = gl.zeros([ROWS, C.D], gl.float32, SUMS)
             # Every row sees a token of the first block, so its row maximum is finite.
             done += 1
             stage = wait_full(k_full, step)
-            s = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
+            s = gl.zeros([ROWS, C.BLOCK_N], gl.float32, SCORES)
             s = warpgroup_mma(q_tile, k_tiles.index(stage).permute((1, 0)), s, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, deps=[s])
             release(k_empty, step)
@@ -190,18 +179,18 @@ def _attend_tiles(q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scor
             s = gl.exp2(s * factor - row_max[:, None])
             total = gl.sum(s, 1)
             p = gl.convert_layout(_narrow(s, q_tile), gl.DotOperandLayout(0, SUMS, 2))
-            seen_by_all = gl.maximum((before + 1) // BLOCK_N * BLOCK_N, BLOCK_N)
+            seen_by_all = gl.maximum((before + 1) // C.BLOCK_N * C.BLOCK_N, C.BLOCK_N)
             for MASKED in gl.static_range(2):
-                for first in range(seen_by_all if MASKED else BLOCK_N, seen if MASKED else seen_by_all, BLOCK_N):
+                for first in range(seen_by_all if MASKED else C.BLOCK_N, seen if MASKED else seen_by_all, C.BLOCK_N):
                     step += 1
                     state = (p, row_max, total, acc)
                     p, row_max, total, acc = _next_block(
                         q_tile, k, v, turns, state, step, step - done, first, row_limit, scores, TEAM, MASKED
                     )
             stage = wait_full(v_full, step)
-            last = (seen - 1) // BLOCK_N * BLOCK_N
-            if last + BLOCK_N > limit:
-                HALF: gl.constexpr = BLOCK_N // TEAMS  # the other team clears the rest
+            last = (seen - 1) // C.BLOCK_N * C.BLOCK_N
+            if last + C.BLOCK_N > limit:
+                HALF: gl.constexpr = C.BLOCK_N // TEAMS  # the other team clears the rest
                 zero_rows_from(v_tiles.index(stage).slice(TEAM * HALF, HALF), limit - last - TEAM * HALF, 16)
                 fence_async_shared()
                 mbarrier.arrive(cleared.index(0))
@@ -213,13 +202,13 @@ def _attend_tiles(q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scor
             step += 1
             acc /= gl.convert_layout(total, gl.SliceLayout(1, SUMS))[:, None]
             if results.gate is not None:  # through shared memory, so that its loads are contiguous
-                token = start.to(gl.int64) + gl.minimum(row // GROUP, queries - 1)
-                head = kv_head * GROUP + row % GROUP
+                token = start.to(gl.int64) + gl.minimum(row // C.GROUP, queries - 1)
+                head = kv_head * C.GROUP + row % C.GROUP
                 gate_ptrs = results.gate + (token * results.gate_token + head * results.gate_head)[:, None]
-                q_tile.store(gl.load(gate_ptrs + gl.arange(0, D, gl.SliceLayout(0, MOVED))[None, :]))
+                q_tile.store(gl.load(gate_ptrs + gl.arange(0, C.D, gl.SliceLayout(0, MOVED))[None, :]))
                 acc *= tl.sigmoid(q_tile.load(SUMS).to(gl.float32))
             q_tile.store(acc.to(q_tile.dtype))
-            stored = (row < TEAMS * ROWS // GROUP * GROUP) & (row // GROUP < queries)
+            stored = (row < TEAMS * ROWS // C.GROUP * C.GROUP) & (row // C.GROUP < queries)
             gl.store(results.out + base + at, q_tile.load(MOVED), mask=stored[:, None])
 
 

@@ -46,40 +46,37 @@ REGIMES = (
 @triton.jit(do_not_specialize=["T"])
 def _kv_write_kernel(heads, rope, pages, positions_ptr, slots_ptr, q_ptr, T, C, PDL: tl.constexpr):
     """One head (of q, k or v) of BLOCK_M tokens."""
-    NQ: tl.constexpr = C.NQ
-    NKV: tl.constexpr = C.NKV
-    D: tl.constexpr = C.D
     head = tl.program_id(1)
     t = tl.program_id(0).to(tl.int64) * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
     inside = t < T
     d, step, pair = _pairs(C)
-    loaded = existing(inside[:, None], pair, D // 2)
+    loaded = existing(inside[:, None], pair, C.D // 2)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    if C.ROW == (NQ + 2 * NKV) * D:
-        heads_ptrs = heads + (t * (NQ + 2 * NKV) + head)[:, None] * D + d
+    if C.ROW == (C.NQ + 2 * C.NKV) * C.D:
+        heads_ptrs = heads + (t * (C.NQ + 2 * C.NKV) + head)[:, None] * C.D + d
     else:
-        heads_ptrs = heads + (t * C.ROW + head * D)[:, None] + d
+        heads_ptrs = heads + (t * C.ROW + head * C.D)[:, None] + d
     lower = tl.load(heads_ptrs, mask=loaded, other=0.0)
     upper = tl.load(heads_ptrs + step, mask=loaded, other=0.0)
-    if head < NQ + NKV:
+    if head < C.NQ + C.NKV:
         position = tl.load(positions_ptr + t, mask=inside, other=0)[:, None]
-        if head < NQ:
+        if head < C.NQ:
             lower, upper = _rotate(lower, upper, rope.q_norm, rope, position, rope.q_scales, C)
         else:
             lower, upper = _rotate(lower, upper, rope.k_norm, rope, position, None, C)
-    if head < NQ:
-        ptrs = q_ptr + (t * NQ + head)[:, None] * D + d
+    if head < C.NQ:
+        ptrs = q_ptr + (t * C.NQ + head)[:, None] * C.D + d
         tl.store(ptrs, lower, mask=loaded)
         tl.store(ptrs + step, upper, mask=loaded)
     else:
         # A negative slot marks a token of padding in a CUDA graph. It is not stored.
         slot = tl.load(slots_ptr + t, mask=inside, other=-1)[:, None]
-        if head < NQ + NKV:
-            _store(lower, upper, slot, head - NQ, pages.k, pages.k_scale, C)
+        if head < C.NQ + C.NKV:
+            _store(lower, upper, slot, head - C.NQ, pages.k, pages.k_scale, C)
         else:
-            _store(lower, upper, slot, head - NQ - NKV, pages.v, pages.v_scale, C)
+            _store(lower, upper, slot, head - C.NQ - C.NKV, pages.v, pages.v_scale, C)
 
 
 @triton.jit
@@ -118,7 +115,6 @@ def _rotate(lower, upper, norm_ptr, rope, position, scales_ptr, C):
     lower, upper: [M, D/2], the first and second half of the channels of M heads; position: [M, 1].
     """
     dtype: tl.constexpr = lower.dtype
-    R: tl.constexpr = C.R
     d, step, pair = _pairs(C)
     a, b = lower.to(tl.float32), upper.to(tl.float32)
     if norm_ptr is not None or rope.normalize:
@@ -129,14 +125,14 @@ def _rotate(lower, upper, norm_ptr, rope, position, scales_ptr, C):
     if norm_ptr is not None:
         a = a * _load_pairs(norm_ptr + d, pair, C.D // 2, 0.0).to(tl.float32)
         b = b * _load_pairs(norm_ptr + step + d, pair, C.D // 2, 0.0).to(tl.float32)
-    if R > 0:
-        angles_ptrs = rope.cos_sin + position * R + pair
-        cos, sin = _load_pairs(angles_ptrs, pair, R // 2, 1.0), _load_pairs(angles_ptrs + R // 2, pair, R // 2, 0.0)
+    if C.R > 0:
+        angles_ptrs = rope.cos_sin + position * C.R + pair
+        cos, sin = _load_pairs(angles_ptrs, pair, C.R // 2, 1.0), _load_pairs(angles_ptrs + C.R // 2, pair, C.R // 2, 0.0)
         turned, turned_partner = a * cos - b * sin, b * cos + a * sin
-        if R == C.D:
+        if C.R == C.D:
             a, b = turned, turned_partner
         else:  # an infinity times a sine of zero is NaN
-            a, b = tl.where(pair < R // 2, turned, a), tl.where(pair < R // 2, turned_partner, b)
+            a, b = tl.where(pair < C.R // 2, turned, a), tl.where(pair < C.R // 2, turned_partner, b)
     if scales_ptr is not None:
         factor = tl.load(scales_ptr + position)
         a, b = a * factor, b * factor
@@ -187,9 +183,7 @@ def qk_norm_rope_kv_write(
     return q_out
 
 
-def launch(
-    heads: Tensor, rope: Rope, pages: KVPages, positions: Tensor, slots: Tensor, q_out: Tensor, pdl: bool = False
-) -> None:
+def launch(heads: Tensor, rope: Rope, pages: KVPages, positions: Tensor, slots: Tensor, q_out: Tensor, pdl: bool = False) -> None:
     """`qk_norm_rope_kv_write` of operands that were checked before."""
     (T, Nq, D), Nkv = q_out.shape, pages.num_kv_heads
     if T == 0:

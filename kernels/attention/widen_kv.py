@@ -25,30 +25,27 @@ CASES = [
 @triton.jit(do_not_specialize=["B", "table_width"])
 def _widen_kernel(pages, sequences, wide, wide_tables_ptr, B, table_width, C):
     """One KV head of every n-th page, for n programs per head. A page is copied whole, also past the end of its sequence."""
-    NKV: tl.constexpr = C.NKV
-    D: tl.constexpr = C.D
-    PAGE_SIZE: tl.constexpr = C.PAGE_SIZE
-    kv_head = tl.program_id(0) % NKV
+    kv_head = tl.program_id(0) % C.NKV
     new, lens = lengths(sequences, B, C.BLOCK_B)
-    ends = tl.cumsum(tl.where((new > 0) & is_left(new, lens, C), (lens + PAGE_SIZE - 1) // PAGE_SIZE, 0), 0)
+    ends = tl.cumsum(tl.where((new > 0) & is_left(new, lens, C), (lens + C.PAGE_SIZE - 1) // C.PAGE_SIZE, 0), 0)
     d = tl.arange(0, C.BLOCK_D)[None, :]
-    for page in range(tl.program_id(0) // NKV, tl.max(ends, 0), tl.num_programs(0) // NKV):
+    for page in range(tl.program_id(0) // C.NKV, tl.max(ends, 0), tl.num_programs(0) // C.NKV):
         before = ends <= page
         b = tl.sum(before.to(tl.int32), 0)
         at = b.to(tl.int64) * table_width + page - tl.max(tl.where(before, ends, 0), 0)
-        source = tl.load(sequences.block_tables + at).to(tl.int64) * PAGE_SIZE
+        source = tl.load(sequences.block_tables + at).to(tl.int64) * C.PAGE_SIZE
         if kv_head == 0:
             tl.store(wide_tables_ptr + at, page)
-        for first in range(0, PAGE_SIZE, C.BLOCK_N):
+        for first in range(0, C.PAGE_SIZE, C.BLOCK_N):
             row = first + tl.arange(0, C.BLOCK_N)
-            old = (source + row) * NKV + kv_head
-            new_row = (tl.cast(page, tl.int64) * PAGE_SIZE + row) * NKV + kv_head
-            k = load_channels(pages.k + old[:, None] * D + d, d, D).to(tl.float8e4nv, bitcast=True).to(tl.float32)
-            v = load_channels(pages.v + old[:, None] * D + d, d, D).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+            old = (source + row) * C.NKV + kv_head
+            new_row = (tl.cast(page, tl.int64) * C.PAGE_SIZE + row) * C.NKV + kv_head
+            k = load_channels(pages.k + old[:, None] * C.D + d, d, C.D).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+            v = load_channels(pages.v + old[:, None] * C.D + d, d, C.D).to(tl.float8e4nv, bitcast=True).to(tl.float32)
             k *= tl.load(pages.k_scale + old)[:, None]
             v *= tl.load(pages.v_scale + old)[:, None]
-            store_channels(wide.k + new_row[:, None] * D + d, k, d, D)
-            store_channels(wide.v + new_row[:, None] * D + d, v, d, D)
+            store_channels(wide.k + new_row[:, None] * C.D + d, k, d, C.D)
+            store_channels(wide.v + new_row[:, None] * C.D + d, v, d, C.D)
 
 
 def widen(a: AttentionInput) -> AttentionInput:

@@ -1,21 +1,79 @@
 """Shared code of the decode attention kernels for Hopper: work items, their pages by TMA, and QK-norm and RoPE of the new token.
 
-A ring is (tiles, full, empty), see `hopper.ring`. `sizes` is (B, table_width). Of the kernels' constants `C`, STRIDE is that of
-`find_firsts`.
+A ring is (tiles, full, empty), see `hopper.ring`. `sizes` is (B, table_width).
 """
+
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from minirt.errors import InputError
+from minirt.kernels.attention.operands import AttentionInput, decode_lookup_size
 from minirt.kernels.hopper.ring import wait_empty
 from minirt.kernels.hopper.tma import CHANNELS, tma_load
+from minirt.kernels.linear.dispatch import fetches_early
+from minirt.kernels.prepared import compile_time
 
 BLOCK_N = gl.constexpr(64)  # tokens of a block: the M side of a product
 PROGRAMS = 2  # programs that share an SM, with heads of up to 128 channels
 BOX = 16  # tokens of one TMA load
-LONGEST = 256  # most tokens of a split, because all its scores are kept
+_new = tuple.__new__
 MOST_SEQUENCES = 1024  # two steps of 32 lanes can search this many
+
+
+@compile_time
+class Constants(NamedTuple):
+    """What a launch compiles in.
+
+    Args:
+        GROUP: query heads that share a KV head.
+        PIECES: of a head in registers; WIDTH: channels of one.
+        R, ROW: as in `constants.Constants`.
+        STRIDE: that of `find_firsts`.
+        EARLY: whether the next kernel is triggered before the work.
+        N: queries of an item, padded. STAGES: of the ring.
+        UNITS: items of all KV heads of a split. These and the following only on FP8 pages.
+        TILES: tiles of an item; HEADS: its KV heads; SIDE: tiles of a stage of the ring.
+        SLOTS: of scales. REGISTERS: of a thread of the fetching warp.
+    """
+
+    NQ: int
+    NKV: int
+    D: int
+    GROUP: int
+    PIECES: int
+    WIDTH: int
+    R: int
+    ROW: int
+    PAGE_SIZE: int
+    SPLIT: int
+    STRIDE: int
+    EARLY: bool
+    N: int
+    STAGES: int
+    UNITS: int
+    TILES: int
+    HEADS: int
+    SIDE: int
+    SLOTS: int
+    REGISTERS: int
+
+
+def constants_of(
+    a: AttentionInput, shape: tuple[int, int, int], B: int, n: int, stages: int, of_fp8: tuple[int, ...] = (0,) * 6
+) -> Constants:
+    """The constants of a launch for B sequences and heads of this shape. n, stages, of_fp8: the fields from N on."""
+    if a.rope is None:
+        raise InputError("missing", where="rope", expected="raw heads", hint="`decode` takes queries")
+    Nq, Nkv, D = shape
+    pieces = 4 if D > 128 else 2
+    # Every launch asks, and a call of the class takes several times as long.
+    return _new(Constants, (
+        Nq, Nkv, D, Nq // Nkv, pieces, D // pieces, a.rope.channels, a.heads.stride(0), a.pages.k.shape[1], a.split,
+        max(1, decode_lookup_size(B) // 32), a.pdl and fetches_early(B, a.out.device), n, stages, *of_fp8,
+    ))  # fmt: skip
 
 
 @gluon.jit
@@ -85,28 +143,25 @@ def fetch_items(k_pages, v_pages, ring, sequences, sizes, C):
     """
     BOX: gl.constexpr = k_pages.block_type.shape[0]
     TILES: gl.constexpr = C.D // CHANNELS
-    NKV: gl.constexpr = C.NKV
-    PAGE_SIZE: gl.constexpr = C.PAGE_SIZE
-    SPLIT: gl.constexpr = C.SPLIT
     tiles, full, empty = ring
     B, table_width = sizes
     programs = gl.num_programs(0)
     items = gl.load(sequences.split_starts + B)
     firsts = find_firsts(sequences, B, C)
-    candidates = find_candidates(gl.program_id(0) // NKV, firsts, sequences, B, C)
+    candidates = find_candidates(gl.program_id(0) // C.NKV, firsts, sequences, B, C)
     step = 0
-    for pair in range(gl.program_id(0), items * NKV, programs):
-        b, _, length, split = find_place(pair // NKV, candidates, sequences, C)
-        blocks = count_blocks(split, length, SPLIT)
-        column = pair % NKV * C.D
+    for pair in range(gl.program_id(0), items * C.NKV, programs):
+        b, _, length, split = find_place(pair // C.NKV, candidates, sequences, C)
+        blocks = count_blocks(split, length, C.SPLIT)
+        column = pair % C.NKV * C.D
         table_ptr = sequences.block_tables + b * table_width
         rows = ()  # rows of the pages; all loads are issued before the first use
-        for i in gl.static_range(0, SPLIT, BOX):
-            t = gl.maximum(gl.minimum(split * SPLIT + i, length - 2), 0) // BOX * BOX
-            rows += (gl.load(table_ptr + t // PAGE_SIZE) * PAGE_SIZE + t % PAGE_SIZE,)  # type: ignore[assignment]
-        candidates = find_candidates((pair + programs) // NKV, firsts, sequences, B, C)
+        for i in gl.static_range(0, C.SPLIT, BOX):
+            t = gl.maximum(gl.minimum(split * C.SPLIT + i, length - 2), 0) // BOX * BOX
+            rows += (gl.load(table_ptr + t // C.PAGE_SIZE) * C.PAGE_SIZE + t % C.PAGE_SIZE,)  # type: ignore[assignment]
+        candidates = find_candidates((pair + programs) // C.NKV, firsts, sequences, B, C)
         for IS_V in gl.static_range(2):
-            for i in gl.static_range(SPLIT // BLOCK_N):
+            for i in gl.static_range(C.SPLIT // BLOCK_N):
                 if i < blocks:
                     stage = wait_empty(empty, step)
                     bar = full.index(stage)
@@ -126,23 +181,20 @@ def fetch_items(k_pages, v_pages, ring, sequences, sizes, C):
 @gluon.jit
 def load_pieces(ptrs, d, C):
     """The pieces of heads. ptrs: of their first channels. d: the channels of a piece. Both broadcast to its shape."""
-    PIECES: gl.constexpr = max(2, C.D // CHANNELS)
     pieces = ()
-    for i in gl.static_range(PIECES):
-        pieces += (gl.load(ptrs + i * (C.D // PIECES) + d),)  # type: ignore[assignment]
+    for i in gl.static_range(C.PIECES):
+        pieces += (gl.load(ptrs + i * C.WIDTH + d),)  # type: ignore[assignment]
     return pieces
 
 
 @gluon.jit
 def load_partners(ptrs, d, C):
     """The partners of the channels in pieces with rotated ones; () if whole heads are rotated. Arguments of `load_pieces`."""
-    WIDTH: gl.constexpr = C.D // max(2, C.D // CHANNELS)
-    R: gl.constexpr = C.R
     partners = ()
-    if R != C.D:
-        for first in gl.static_range(0, R, WIDTH):
+    if C.R != C.D:
+        for first in gl.static_range(0, C.R, C.WIDTH):
             at = first + d
-            partners += (gl.load(ptrs + gl.where(at < R, (at + R // 2) % R, at)),)  # type: ignore[assignment]
+            partners += (gl.load(ptrs + gl.where(at < C.R, (at + C.R // 2) % C.R, at)),)  # type: ignore[assignment]
     return partners
 
 
@@ -150,18 +202,16 @@ def load_partners(ptrs, d, C):
 def load_angles(rope, position, d, C):
     """Cosines and sines at a position, alternately, for the pieces of the lower half if whole heads are rotated, else for those
     with rotated channels."""
-    WIDTH: gl.constexpr = C.D // max(2, C.D // CHANNELS)
-    R: gl.constexpr = C.R
     angles = ()
-    if R == C.D:
-        for first in gl.static_range(0, R // 2, WIDTH):
-            angles_ptr = rope.cos_sin + position.to(gl.int64) * R + first + d
-            angles += (gl.load(angles_ptr), gl.load(angles_ptr + R // 2))  # type: ignore[assignment]
-    elif R > 0:
-        for first in gl.static_range(0, R, WIDTH):
-            angle = gl.where(first + d < R, (first + d) % (R // 2), 0)
-            angles_ptr = rope.cos_sin + position.to(gl.int64) * R + angle
-            angles += (gl.load(angles_ptr), gl.load(angles_ptr + R // 2))  # type: ignore[assignment]
+    if C.R == C.D:
+        for first in gl.static_range(0, C.R // 2, C.WIDTH):
+            angles_ptr = rope.cos_sin + position.to(gl.int64) * C.R + first + d
+            angles += (gl.load(angles_ptr), gl.load(angles_ptr + C.R // 2))  # type: ignore[assignment]
+    elif C.R > 0:
+        for first in gl.static_range(0, C.R, C.WIDTH):
+            angle = gl.where(first + d < C.R, (first + d) % (C.R // 2), 0)
+            angles_ptr = rope.cos_sin + position.to(gl.int64) * C.R + angle
+            angles += (gl.load(angles_ptr), gl.load(angles_ptr + C.R // 2))  # type: ignore[assignment]
     return angles
 
 
@@ -209,38 +259,35 @@ def _normalized(x, inverse_rms, norm, i):
 def turn(pieces, partners, norm, angles, scale, d, rope, C):
     """Heads, in pieces, after RMSNorm (if there are weights, or all heads are normalized), rotary embedding and a scale."""
     dtype: gl.constexpr = pieces[0].dtype
-    PIECES: gl.constexpr = max(2, C.D // CHANNELS)
-    WIDTH: gl.constexpr = C.D // PIECES
-    R: gl.constexpr = C.R
     x, y = (), ()
     if len(norm) > 0 or rope.normalize:
         square = pieces[0].to(gl.float32) * pieces[0].to(gl.float32)
-        for i in gl.static_range(1, PIECES):
+        for i in gl.static_range(1, C.PIECES):
             square = square + pieces[i].to(gl.float32) * pieces[i].to(gl.float32)
         inverse_rms = gl.rsqrt(gl.sum(square, len(square.shape) - 1) / C.D + rope.eps)
         if len(square.shape) == 2:
             inverse_rms = inverse_rms[:, None]
-        for i in gl.static_range(PIECES):
+        for i in gl.static_range(C.PIECES):
             x += (_normalized(pieces[i], inverse_rms, norm, i),)  # type: ignore[assignment]
         for i in gl.static_range(len(partners)):
-            y += (_normalized(partners[i], inverse_rms, norm, PIECES + i),)  # type: ignore[assignment]
+            y += (_normalized(partners[i], inverse_rms, norm, C.PIECES + i),)  # type: ignore[assignment]
     else:
-        for i in gl.static_range(PIECES):
+        for i in gl.static_range(C.PIECES):
             x += (pieces[i].to(gl.float32),)  # type: ignore[assignment]
         for i in gl.static_range(len(partners)):
             y += (partners[i].to(gl.float32),)  # type: ignore[assignment]
     done = ()
-    for i in gl.static_range(PIECES):
+    for i in gl.static_range(C.PIECES):
         z = x[i]
-        if R == C.D:
-            other = x[(i + PIECES // 2) % PIECES]
-            cos, sin = _like(angles[2 * (i % (PIECES // 2))], z), _like(angles[2 * (i % (PIECES // 2)) + 1], z)
-            z = z * cos - other * sin if i < PIECES // 2 else z * cos + other * sin
-        elif i * WIDTH < R:
-            at = i * WIDTH + d
+        if C.R == C.D:
+            other = x[(i + C.PIECES // 2) % C.PIECES]
+            cos, sin = _like(angles[2 * (i % (C.PIECES // 2))], z), _like(angles[2 * (i % (C.PIECES // 2)) + 1], z)
+            z = z * cos - other * sin if i < C.PIECES // 2 else z * cos + other * sin
+        elif i * C.WIDTH < C.R:
+            at = i * C.WIDTH + d
             cos, sin = _like(angles[2 * i], z), _like(angles[2 * i + 1], z)
-            turned = z * cos + gl.where(_like(at < R // 2, z), -y[i], y[i]) * sin
-            z = gl.where(_like(at < R, z), turned, z)  # an infinity times a sine of zero is NaN
+            turned = z * cos + gl.where(_like(at < C.R // 2, z), -y[i], y[i]) * sin
+            z = gl.where(_like(at < C.R, z), turned, z)  # an infinity times a sine of zero is NaN
         if len(scale) > 0:
             z = z * scale[0]
         done += (z.to(dtype),)  # type: ignore[assignment]

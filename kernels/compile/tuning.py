@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import re
-import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -21,9 +20,8 @@ import torch
 import triton
 
 from minirt.errors import InputError, MinirtError
-from minirt.files import cache_folder, replace_file
+from minirt.files import cache_folder, present, read_json, replace_file
 from minirt.kernels.launch import Gpu, gpu_of
-from minirt.sizes import format_size
 from minirt.wording import warn
 
 try:
@@ -73,12 +71,6 @@ class Family(Generic[Config]):
         """The stored configuration for these facts or, if there is none, the rule's. Cached until configurations change."""
         return _lookup(self, device, facts)
 
-    def find(self, device: torch.device, bucket: str) -> Config | None:
-        """The stored configuration of a bucket."""
-        if (self.name, bucket) in _overrides:
-            return _overrides[self.name, bucket]
-        return _stored(self, device).get(bucket) if device.type == "cuda" else None
-
     def case(self, facts: Any, device: torch.device, prepare: Callable[[], Prepared]) -> "Case | None":
         """The case of `minirt tune` for these facts: the rule's choice and candidates. None: no launch would use the winner."""
         gpu = gpu_of(device)
@@ -98,7 +90,8 @@ def cached_lookup(lookup: Cached) -> Cached:
 
 @cached_lookup
 def _lookup(family: Family[Config], device: torch.device, facts: Any) -> Config:
-    config = family.find(device, family.bucket(facts))
+    bucket, stored = family.bucket(facts), _stored(family, device) if device.type == "cuda" else {}
+    config = _overrides.get((family.name, bucket), stored.get(bucket))
     return config if config is not None and family.usable(config, facts) else family.rule(facts, gpu_of(device))
 
 
@@ -202,25 +195,20 @@ def registered() -> dict[str, tuple[Family[Any], Cases]]:
     return dict(_REGISTERED)
 
 
-def folder() -> Path:
-    """The folder of tuned configurations."""
-    return cache_folder()
-
-
 def path(device: torch.device) -> Path:
     """The file of tuned configurations for the device's GPU model and this Triton version."""
     gpu = "".join(c if c.isalnum() else "-" for c in torch.cuda.get_device_name(device).lower())
-    return folder() / f"tuned-{gpu}-triton-{triton.__version__}.json"
+    return cache_folder() / f"tuned-{gpu}-triton-{triton.__version__}.json"
 
 
 def stored_files() -> list[Path]:
     """The files of tuned configurations of all GPU models and Triton versions, sorted by name."""
     try:
-        return sorted(file for file in folder().iterdir() if re.fullmatch(r"tuned-.+\.json", file.name))
+        return sorted(file for file in cache_folder().iterdir() if re.fullmatch(r"tuned-.+\.json", file.name))
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise MinirtError("cannot be listed", where=folder(), found=error, hint="set MINIRT_CACHE") from error
+        raise MinirtError("cannot be listed", where=cache_folder(), found=error, hint="set MINIRT_CACHE") from error
 
 
 @cache
@@ -292,25 +280,18 @@ def _stored(family: Family[Any], device: torch.device) -> dict[str, Any]:
 
 def _read(file: Path) -> dict[str, Any]:
     """The file's content by kernel. Empty if there is no file; empty, with a warning, if the file is malformed."""
+    if not present(file):
+        return {}
     try:
-        content = json.loads(_read_regular(file))
+        content = read_json(file, limit=_MAX_FILE, error=MinirtError)
         if content["schema"] != SCHEMA or not all(isinstance(v, dict) for v in content["kernels"].values()):
             raise ValueError(f"schema {content['schema']}")
         return content["kernels"]
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except MinirtError as error:
+        _warn(file, error.what)
+    except (ValueError, KeyError, AttributeError) as error:
         _warn(file, f"{type(error).__name__}: {error}")
-        return {}
-
-
-def _read_regular(file: Path) -> bytes:
-    """The content of a regular file of limited size. Anything else is an OSError, and never makes the caller wait."""
-    with open(file, "rb", opener=lambda path, flags: os.open(path, flags | getattr(os, "O_NONBLOCK", 0))) as source:
-        state = os.fstat(source.fileno())
-        if not stat.S_ISREG(state.st_mode) or state.st_size > _MAX_FILE:
-            raise OSError(f"not a regular file of at most {format_size(_MAX_FILE)}")
-        return source.read()
+    return {}
 
 
 def _warn(file: Path, why: str) -> None:

@@ -67,17 +67,16 @@ def _convolve_head(x_ptr, x_stride, ring_ptr, weight_ptr, out_ptr, channel, firs
 
     A row of the tile is a run of consecutive tokens, whose inputs are loaded once, with the three before them.
     """
-    CHANNELS: tl.constexpr = 2 * C.HK * C.DK + C.HV * C.DV
     channels = channel + tl.arange(0, D)[None, :]
     taps = _taps(weight_ptr, channel, D)
     t = first + tl.arange(0, C.CHUNK // _RUN)[:, None] * _RUN
-    x_ptrs, out_ptrs = x_ptr + t.to(tl.int64) * x_stride + channels, out_ptr + t.to(tl.int64) * CHANNELS + channels
+    x_ptrs, out_ptrs = x_ptr + t.to(tl.int64) * x_stride + channels, out_ptr + t.to(tl.int64) * C.CHANNELS + channels
     inputs = ()
     for j in tl.static_range(1 - WIDTH, _RUN):
         ptrs, inside = x_ptrs + j * x_stride, t + j < count
         if j < 0:  # before a sequence's first new token are inputs of earlier steps
             position = start + t + j
-            ring_ptrs = ring_ptr + (position + C.RING) % C.RING * CHANNELS + channels
+            ring_ptrs = ring_ptr + (position + C.RING) % C.RING * C.CHANNELS + channels
             ptrs, inside = tl.where(t + j < 0, ring_ptrs, ptrs), inside & (position >= 0)
         inputs += (tl.load(ptrs, mask=inside, other=0.0),)  # type: ignore[assignment]
     for j in tl.static_range(_RUN):
@@ -87,7 +86,7 @@ def _convolve_head(x_ptr, x_stride, ring_ptr, weight_ptr, out_ptr, channel, firs
         y = silu(y)
         if scale is not None:
             y = unit(y, 1) * scale
-        tl.store(out_ptrs + j * CHANNELS, y.to(out_ptr.dtype.element_ty), mask=t + j < count)
+        tl.store(out_ptrs + j * C.CHANNELS, y.to(out_ptr.dtype.element_ty), mask=t + j < count)
 
 
 @prepared
@@ -97,7 +96,6 @@ def _delta_conv_kernel(x_ptr, weights, state, sequences, qkv_ptr, work_ptr, B, x
 
     The programs of the first head write the work list.
     """
-    CHANNELS: tl.constexpr = 2 * C.HK * C.DK + C.HV * C.DV
     head = tl.program_id(0)
     prompts, ends = _find_prompts(sequences, B, C)
     chunks = tl.max(ends, 0)
@@ -111,19 +109,19 @@ def _delta_conv_kernel(x_ptr, weights, state, sequences, qkv_ptr, work_ptr, B, x
         row = tl.load(sequences.query_starts + b)
         count = tl.load(sequences.query_starts + b + 1) - row
         start = tl.load(sequences.seq_lens + b) - count
-        ring_ptr = state.conv + tl.load(sequences.slots + b).to(tl.int64) * C.RING * CHANNELS
+        ring_ptr = state.conv + tl.load(sequences.slots + b).to(tl.int64) * C.RING * C.CHANNELS
         if head == 0:
             tl.store(work_ptr + (1 + chunk) * _WORK, row + first)
             tl.store(work_ptr + (1 + chunk) * _WORK + 1, count - first)
             if first == 0:
                 prompt = tl.sum(tl.where(done, prompts, 0), 0)
                 tl.store(work_ptr + (1 + prompt) * _WORK + 2, b)
-        inputs, outputs = x_ptr + row.to(tl.int64) * x_stride, qkv_ptr + row.to(tl.int64) * CHANNELS
+        inputs, outputs = x_ptr + row.to(tl.int64) * x_stride, qkv_ptr + row.to(tl.int64) * C.CHANNELS
         if head < 2 * C.HK:
             scale = tl.where(head < C.HK, C.DK**-0.5, 1.0)
             _convolve_head(inputs, x_stride, ring_ptr, weights.conv, outputs, head * C.DK, first, start, count, scale, C, C.DK)
         else:
-            channel = 2 * C.HK * C.DK + (head - 2 * C.HK) * C.DV
+            channel = 2 * C.KEYS + (head - 2 * C.HK) * C.DV
             _convolve_head(inputs, x_stride, ring_ptr, weights.conv, outputs, channel, first, start, count, None, C, C.DV)
 
 
@@ -165,8 +163,6 @@ def _inverse(A, C):
 @triton.jit(do_not_specialize=["ba_stride"])
 def _delta_prepare_kernel(qkv_ptr, ba_ptr, weights, work_ptr, u_ptr, w_ptr, p_ptr, decay_ptr, ba_stride, C):
     """One value head of a chunk: U, W, P = Q Kᵀ with its decays, and G, the running sums of g."""
-    KEYS: tl.constexpr = C.HK * C.DK
-    CHANNELS: tl.constexpr = 2 * KEYS + C.HV * C.DV
     h = tl.program_id(0)
     for chunk in tl.range(tl.program_id(1), tl.load(work_ptr), tl.num_programs(1), disable_licm=True):
         row, left = _listed_chunk(work_ptr, chunk)
@@ -174,9 +170,9 @@ def _delta_prepare_kernel(qkv_ptr, ba_ptr, weights, work_ptr, u_ptr, w_ptr, p_pt
         inside = i < left
         token = row + i
         dk, dv = tl.arange(0, C.DK)[None, :], tl.arange(0, C.DV)[None, :]
-        at = qkv_ptr + token[:, None] * CHANNELS
-        keys = at + h // (C.HV // C.HK) * C.DK + dk
-        k = tl.load(keys + KEYS, mask=inside[:, None], other=0.0)
+        at = qkv_ptr + token[:, None] * C.CHANNELS
+        keys = at + h // C.GROUP * C.DK + dk
+        k = tl.load(keys + C.KEYS, mask=inside[:, None], other=0.0)
         ba = ba_ptr + token * ba_stride + h
         b, a = tl.load(ba, mask=inside, other=0.0), tl.load(ba + C.HV, mask=inside, other=0.0)
         g, beta = gates(b, a, tl.load(weights.A_log + h), tl.load(weights.dt_bias + h))
@@ -191,7 +187,7 @@ def _delta_prepare_kernel(qkv_ptr, ba_ptr, weights, work_ptr, u_ptr, w_ptr, p_pt
         tl.store(p_ptr + head[:, None] * C.CHUNK + i[None, :], P.to(p_ptr.dtype.element_ty), mask=inside[:, None])
         A = tl.dot(k, tl.trans(k), input_precision=C.PRECISION) * decay * beta[:, None]
         T = _inverse(tl.where(i[:, None] > i[None, :], A, 0.0), C) * beta[None, :]
-        v = tl.load(at + 2 * KEYS + h * C.DV + dv, mask=inside[:, None], other=0.0)
+        v = tl.load(at + 2 * C.KEYS + h * C.DV + dv, mask=inside[:, None], other=0.0)
         u = product(T, v, C)
         tl.store(u_ptr + head[:, None] * C.DV + dv, u.to(u_ptr.dtype.element_ty), mask=inside[:, None])
         w = product(T * tl.exp(G)[None, :], k, C)
@@ -201,21 +197,16 @@ def _delta_prepare_kernel(qkv_ptr, ba_ptr, weights, work_ptr, u_ptr, w_ptr, p_pt
 @triton.jit
 def _keep_inputs(x_ptr, x_stride, ring_ptr, channels, start, count, C):
     """Store a sequence's last inputs in its ring, for `channels`."""
-    CHANNELS: tl.constexpr = 2 * C.HK * C.DK + C.HV * C.DV
     t = (count - 4 + tl.arange(0, 4))[:, None]
     inside = t >= 0
     values = tl.load(x_ptr + t.to(tl.int64) * x_stride + channels[None, :], mask=inside)
-    tl.store(ring_ptr + (start + t) % C.RING * CHANNELS + channels[None, :], values, mask=inside)
+    tl.store(ring_ptr + (start + t) % C.RING * C.CHANNELS + channels[None, :], values, mask=inside)
 
 
 @prepared
 @triton.jit
 def _delta_state_kernel(x_ptr, qkv_ptr, u_ptr, w_ptr, p_ptr, decay_ptr, state, sequences, work_ptr, out_ptr, x_stride, C):
     """BLOCK_V channels of one value head of a sequence: its outputs, before the norm, its next state and its snapshots."""
-    GROUP: tl.constexpr = C.HV // C.HK
-    KEYS: tl.constexpr = C.HK * C.DK
-    VALUES: tl.constexpr = C.HV * C.DV
-    CHANNELS: tl.constexpr = 2 * KEYS + VALUES
     h = tl.program_id(1)
     for prompt in tl.range(tl.program_id(2), tl.load(work_ptr + 1), tl.num_programs(2), disable_licm=True):
         b = tl.load(work_ptr + (1 + prompt) * _WORK + 2)
@@ -233,7 +224,7 @@ def _delta_state_kernel(x_ptr, qkv_ptr, u_ptr, w_ptr, p_ptr, decay_ptr, state, s
         matrix = state.recurrent + (h * C.DK + dk[:, None]) * C.DV + dv[None, :]
         S = tl.load(matrix + slot * C.HV * C.DK * C.DV, mask=dk[:, None] < tl.where(start > 0, C.DK, 0), other=0.0)
         i = tl.arange(0, C.CHUNK)
-        q_channels = h // GROUP * C.DK + dk
+        q_channels = h // C.GROUP * C.DK + dk
         last = tl.load(decay_ptr + (row + tl.minimum(C.CHUNK, count) - 1) * C.HV + h)
         # Up to each snapshot, and on to the end. A store within one loop would take registers from its products.
         for part in range(num_snapshots + 1):
@@ -252,23 +243,23 @@ def _delta_state_kernel(x_ptr, qkv_ptr, u_ptr, w_ptr, p_ptr, decay_ptr, state, s
                 w = tl.load(w_ptr + head[:, None] * C.DK + dk[None, :], mask=inside[:, None], other=0.0)
                 u = tl.load(u_ptr + head[:, None] * C.DV + dv[None, :], mask=inside[:, None], other=0.0)
                 change = u.to(tl.float32) - product(w, S, C)
-                at = qkv_ptr + token[:, None] * CHANNELS + q_channels[None, :]
+                at = qkv_ptr + token[:, None] * C.CHANNELS + q_channels[None, :]
                 q = tl.load(at, mask=inside[:, None], other=0.0)
                 o = product(q, S, C) * tl.exp(G)[:, None]
                 P = tl.load(p_ptr + head[:, None] * C.CHUNK + i[None, :], mask=inside[:, None], other=0.0)
                 o += product(P, change, C)
-                out = out_ptr + token[:, None] * VALUES + h * C.DV + dv[None, :]
+                out = out_ptr + token[:, None] * C.VALUES + h * C.DV + dv[None, :]
                 tl.store(out, o.to(out_ptr.dtype.element_ty), mask=inside[:, None])
-                k = tl.load(at + KEYS, mask=inside[:, None], other=0.0)
+                k = tl.load(at + C.KEYS, mask=inside[:, None], other=0.0)
                 change *= tl.exp(tl.where(inside, now - G, 0.0))[:, None]
                 S = S * tl.exp(now) + product(tl.trans(k), change, C)
             tl.store(matrix + target * C.HV * C.DK * C.DV, S)
-            ring_ptr = state.conv + target * C.RING * CHANNELS
-            _keep_inputs(inputs, x_stride, ring_ptr, 2 * KEYS + h * C.DV + dv, start, end, C)
+            ring_ptr = state.conv + target * C.RING * C.CHANNELS
+            _keep_inputs(inputs, x_stride, ring_ptr, 2 * C.KEYS + h * C.DV + dv, start, end, C)
             if tl.program_id(0) == 0:
-                if h % GROUP == 0:
+                if h % C.GROUP == 0:
                     _keep_inputs(inputs, x_stride, ring_ptr, q_channels, start, end, C)
-                    _keep_inputs(inputs, x_stride, ring_ptr, KEYS + q_channels, start, end, C)
+                    _keep_inputs(inputs, x_stride, ring_ptr, C.KEYS + q_channels, start, end, C)
                 if C.DRAFTS > 0:
                     tl.store(state.folded + target * C.HV + h, start + end)
             begin = end
@@ -278,7 +269,6 @@ def _delta_state_kernel(x_ptr, qkv_ptr, u_ptr, w_ptr, p_ptr, decay_ptr, state, s
 @triton.jit
 def _delta_norm_kernel(x_ptr, weights, work_ptr, out_ptr, x_stride, C, PARTS: tl.constexpr):
     """The gated norm of one value head of a part of a chunk, in place."""
-    VALUES: tl.constexpr = C.HV * C.DV
     ROWS: tl.constexpr = C.CHUNK // PARTS
     i = tl.program_id(1) % PARTS * ROWS + tl.arange(0, ROWS)[:, None]
     dv = tl.program_id(0) * C.DV + tl.arange(0, C.DV)[None, :]
@@ -286,9 +276,9 @@ def _delta_norm_kernel(x_ptr, weights, work_ptr, out_ptr, x_stride, C, PARTS: tl
     for chunk in range(tl.program_id(1) // PARTS, tl.load(work_ptr), tl.num_programs(1) // PARTS):
         row, left = _listed_chunk(work_ptr, chunk)
         inside, token = i < left, row + i
-        out_ptrs = out_ptr + token * VALUES + dv
+        out_ptrs = out_ptr + token * C.VALUES + dv
         o = tl.load(out_ptrs, mask=inside, other=0.0).to(tl.float32)
-        z = tl.load(x_ptr + token * x_stride + 2 * C.HK * C.DK + VALUES + dv, mask=inside, other=0.0).to(tl.float32)
+        z = tl.load(x_ptr + token * x_stride + 2 * C.KEYS + C.VALUES + dv, mask=inside, other=0.0).to(tl.float32)
         tl.store(out_ptrs, gated_norm(o, z, norm, weights.eps, 1, C.DV).to(out_ptr.dtype.element_ty), mask=inside)
 
 

@@ -19,7 +19,8 @@ class Constants(NamedTuple):
     """What a launch compiles in.
 
     Args:
-        HK, HV, DK, DV: heads of q and k, of v; channels of each.
+        HK, HV, DK, DV: heads of q and k, of v; channels of each. GROUP: heads of v for each of k.
+        KEYS, VALUES, CHANNELS: channels of all heads of k, of v, and of q, k and v together.
         RING: rows of a slot's ring of inputs.
         DRAFTS: the most tokens of a step that can be undone; 0: none can.
         MOST: the most new tokens of a sequence that `decode` computes; `chunk` computes the others.
@@ -34,6 +35,10 @@ class Constants(NamedTuple):
     HV: int
     DK: int
     DV: int
+    GROUP: int
+    KEYS: int
+    VALUES: int
+    CHANNELS: int
     RING: int
     DRAFTS: int
     MOST: int
@@ -46,16 +51,8 @@ class Constants(NamedTuple):
     @classmethod
     def of(cls, a: GatedDeltaInput, **others: Any) -> "Constants":
         """The constants of a launch on these operands. `others`: from BLOCK_B on, what its kernels need."""
-        drafts = a.state.drafts
-        return cls(*a.head_shape, a.state.conv.shape[1], drafts, max(1, drafts), **others)
-
-
-@triton.jit
-def raw_input(x_ptrs, ring_ptrs, position, start, inside):
-    """Inputs of the convolution at positions: new ones from `x_ptrs`, older ones from the ring, zeros before position 0."""
-    new = tl.load(x_ptrs, mask=inside & (position >= start), other=0.0)
-    old = tl.load(ring_ptrs, mask=inside & (position < start) & (position >= 0), other=0.0)
-    return tl.where(position >= start, new, old).to(tl.float32)
+        (Hk, Hv, Dk, Dv), (_, ring, channels), drafts = a.head_shape, a.state.conv.shape, a.state.drafts
+        return cls(Hk, Hv, Dk, Dv, Hv // Hk, Hk * Dk, Hv * Dv, channels, ring, drafts, max(1, drafts), **others)
 
 
 @triton.jit
@@ -66,14 +63,15 @@ def convolve(x_ptr, x_stride, ring_ptr, weight_ptr, channels, position, start, i
         x_ptr: the row of the sequence's first new token, which is at position `start`.
         ring_ptr: of the sequence's slot.
     """
-    CHANNELS: tl.constexpr = 2 * C.HK * C.DK + C.HV * C.DV
     y = position * 0.0 + channels * 0.0
     for j in tl.static_range(WIDTH):
         before = position - (WIDTH - 1 - j)
         x_ptrs = x_ptr + (before - start).to(tl.int64) * x_stride + channels
-        ring_ptrs = ring_ptr + (before + C.RING) % C.RING * CHANNELS + channels  # also of a negative position
-        value = raw_input(x_ptrs, ring_ptrs, before, start, inside)
-        y += value * tl.load(weight_ptr + channels * WIDTH + j).to(tl.float32)
+        ring_ptrs = ring_ptr + (before + C.RING) % C.RING * C.CHANNELS + channels  # also of a negative position
+        # New inputs are in x, older ones in the ring; before position 0 they are zeros.
+        new = tl.load(x_ptrs, mask=inside & (before >= start), other=0.0)
+        old = tl.load(ring_ptrs, mask=inside & (before < start) & (before >= 0), other=0.0)
+        y += tl.where(before >= start, new, old).to(tl.float32) * tl.load(weight_ptr + channels * WIDTH + j).to(tl.float32)
     return silu(y)
 
 

@@ -38,12 +38,11 @@ def _store_output(o, z_ptrs, norm, eps, out_ptrs, D: tl.constexpr):
 @triton.jit
 def _older_taps(ring_ptr, weight_ptr, channels, position, inside, C):
     """The part of the convolution at `position` of the inputs before it, and the weight of the input there."""
-    CHANNELS: tl.constexpr = 2 * C.HK * C.DK + C.HV * C.DV
     y = channels * 0.0
     for j in tl.static_range(WIDTH - 1):
         before = position - (WIDTH - 1 - j)
-        at = ring_ptr + (before + C.RING) % C.RING * CHANNELS + channels
-        value = tl.load(at, mask=channels < tl.where(inside & (before >= 0), CHANNELS, 0), other=0.0)
+        at = ring_ptr + (before + C.RING) % C.RING * C.CHANNELS + channels
+        value = tl.load(at, mask=channels < tl.where(inside & (before >= 0), C.CHANNELS, 0), other=0.0)
         y += value.to(tl.float32) * tl.load(weight_ptr + channels * WIDTH + j).to(tl.float32)
     return y, tl.load(weight_ptr + channels * WIDTH + (WIDTH - 1)).to(tl.float32)
 
@@ -57,10 +56,6 @@ def _newest_tap(taps, x):
 @triton.jit(do_not_specialize=["x_stride", "ba_stride"])
 def _delta_decode_kernel(x_ptr, ba_ptr, weights, state, sequences, out_ptr, x_stride, ba_stride, C, PDL: tl.constexpr):
     """One value head of one sequence of one new token."""
-    GROUP: tl.constexpr = C.HV // C.HK
-    KEYS: tl.constexpr = C.HK * C.DK
-    VALUES: tl.constexpr = C.HV * C.DV
-    CHANNELS: tl.constexpr = 2 * KEYS + VALUES
     b, h = tl.program_id(0) // C.HV, tl.program_id(0) % C.HV
     row = tl.load(sequences.query_starts + b).to(tl.int64)
     count = tl.load(sequences.query_starts + b + 1) - row
@@ -71,9 +66,9 @@ def _delta_decode_kernel(x_ptr, ba_ptr, weights, state, sequences, out_ptr, x_st
         return
     dk, dv = tl.arange(0, C.DK), tl.arange(0, C.DV)
     S_ptrs = state.recurrent + ((slot * C.HV + h) * C.DK + dk[:, None]) * C.DV + dv[None, :]
-    ring_ptr = state.conv + slot * C.RING * CHANNELS
-    q_channels = h // GROUP * C.DK + dk
-    k_channels, v_channels = KEYS + q_channels, 2 * KEYS + h * C.DV + dv
+    ring_ptr = state.conv + slot * C.RING * C.CHANNELS
+    q_channels = h // C.GROUP * C.DK + dk
+    k_channels, v_channels = C.KEYS + q_channels, 2 * C.KEYS + h * C.DV + dv
     # The state and older inputs are those of the step before, so they are read while the projections run.
     S = tl.load(S_ptrs, mask=dk[:, None] < tl.where(live & (position > 0), C.DK, 0), other=0.0)
     q_taps = _older_taps(ring_ptr, weights.conv, q_channels, position, live, C)
@@ -92,10 +87,10 @@ def _delta_decode_kernel(x_ptr, ba_ptr, weights, state, sequences, out_ptr, x_st
         S, o = _token(S, q, k, _newest_tap(v_taps, raw_v), g, beta, C.DK**-0.5)
         tl.store(S_ptrs, S)
         at = h * C.DV + dv
-        _store_output(o, x_ptr + CHANNELS + at, norm, weights.eps, out_ptr + row * VALUES + at, C.DV)
-        ring_ptr += position % C.RING * CHANNELS  # a row that no program of this step reads
+        _store_output(o, x_ptr + C.CHANNELS + at, norm, weights.eps, out_ptr + row * C.VALUES + at, C.DV)
+        ring_ptr += position % C.RING * C.CHANNELS  # a row that no program of this step reads
         tl.store(ring_ptr + v_channels, raw_v)
-        if h % GROUP == 0:
+        if h % C.GROUP == 0:
             tl.store(ring_ptr + q_channels, raw_q)
             tl.store(ring_ptr + k_channels, raw_k)
 
@@ -105,10 +100,6 @@ def _delta_decode_kernel(x_ptr, ba_ptr, weights, state, sequences, out_ptr, x_st
 def _delta_drafts_kernel(x_ptr, ba_ptr, weights, state, sequences, out_ptr, x_stride, ba_stride, C, PDL: tl.constexpr):
     """One value head of one sequence, of steps that can be undone (see `operands`): older tokens are folded into the state, then
     up to MOST new tokens get outputs. A sequence of more new tokens is left to the kernels of `chunk`, with its state folded."""
-    GROUP: tl.constexpr = C.HV // C.HK
-    KEYS: tl.constexpr = C.HK * C.DK
-    VALUES: tl.constexpr = C.HV * C.DV
-    CHANNELS: tl.constexpr = 2 * KEYS + VALUES
     b, h = tl.program_id(0) // C.HV, tl.program_id(0) % C.HV
     row = tl.load(sequences.query_starts + b)
     count = tl.load(sequences.query_starts + b + 1) - row
@@ -127,9 +118,9 @@ def _delta_drafts_kernel(x_ptr, ba_ptr, weights, state, sequences, out_ptr, x_st
     if live:
         x_ptr += row.to(tl.int64) * x_stride
         ba_ptr += row.to(tl.int64) * ba_stride + h
-        ring_ptr, gates_ptr = state.conv + slot * C.RING * CHANNELS, state.gates + slot * C.RING * 2 * C.HV + h
-        q_channels = h // GROUP * C.DK + dk
-        k_channels, v_channels = KEYS + q_channels, 2 * KEYS + h * C.DV + dv
+        ring_ptr, gates_ptr = state.conv + slot * C.RING * C.CHANNELS, state.gates + slot * C.RING * 2 * C.HV + h
+        q_channels = h // C.GROUP * C.DK + dk
+        k_channels, v_channels = C.KEYS + q_channels, 2 * C.KEYS + h * C.DV + dv
         folded_ptr = state.folded + slot * C.HV + h
         folded = tl.load(folded_ptr, mask=start > 0, other=0)
         for p in range(folded, start):
@@ -148,12 +139,12 @@ def _delta_drafts_kernel(x_ptr, ba_ptr, weights, state, sequences, out_ptr, x_st
             g, beta = gates(tl.load(ba), tl.load(ba + C.HV), A_log, dt_bias)
             S, o = _token(S, q, k, v, g, beta, C.DK**-0.5)
             head = h * C.DV + dv
-            out_ptrs = out_ptr + (row + t).to(tl.int64) * VALUES + head
-            _store_output(o, token + CHANNELS + head, norm, weights.eps, out_ptrs, C.DV)
+            out_ptrs = out_ptr + (row + t).to(tl.int64) * C.VALUES + head
+            _store_output(o, token + C.CHANNELS + head, norm, weights.eps, out_ptrs, C.DV)
             # Rows of the ring that no program of this step reads.
-            ring = ring_ptr + p % C.RING * CHANNELS
+            ring = ring_ptr + p % C.RING * C.CHANNELS
             tl.store(ring + v_channels, tl.load(token + v_channels))
-            if h % GROUP == 0:
+            if h % C.GROUP == 0:
                 tl.store(ring + q_channels, tl.load(token + q_channels))
                 tl.store(ring + k_channels, tl.load(token + k_channels))
             at = gates_ptr + p % C.RING * 2 * C.HV

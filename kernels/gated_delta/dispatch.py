@@ -4,23 +4,16 @@ A step of single tokens is one kernel, `decode`. In other steps, `decode` comput
 steps of n tokens can be undone), and the kernels of `chunk` the others. A sequence's result does not depend on the others.
 """
 
-import torch
+from typing import Any
+
 from torch import Tensor
 
 from minirt.errors import InputError
-from minirt.kernels.checks import check_tensor
+from minirt.kernels.checks import check_arguments
 from minirt.kernels.gated_delta.chunk import chunk
 from minirt.kernels.gated_delta.decode import decode
-from minirt.kernels.gated_delta.operands import (
-    HEAD_DIMS,
-    WIDTH,
-    GatedDeltaInput,
-    GatedDeltaSequences,
-    GatedDeltaState,
-    GatedDeltaWeights,
-)
+from minirt.kernels.gated_delta.operands import WIDTH, GatedDeltaInput, GatedDeltaSequences, GatedDeltaState, GatedDeltaWeights
 from minirt.kernels.regimes import Limits, Regime, SumOrder
-from minirt.kernels.step.table import MAX_SNAPSHOTS
 
 _LIMITS = Limits(("fp16", "fp32"))
 DECODE = (Regime("gated_delta_decode", "sequences", 1, limits=_LIMITS, sums=SumOrder("threads")),)
@@ -56,23 +49,20 @@ def gated_delta_net(
         InputError: tensors do not fit each other.
     """
     if check:
-        _check(qkvz, ba, weights, state, sequences)
+        records: dict[str, Any] = {"weights": weights, "state": state, "sequences": sequences}
+        fields = {f"{name}.{field}": x for name, record in records.items() for field, x in record._asdict().items()}
+        check_arguments("gated_delta_net", qkvz=qkvz, ba=ba, out=out, **fields)
     _, Hv, _, Dv = state.recurrent.shape
-    if out is None:
-        out = qkvz.new_empty(qkvz.shape[0], Hv * Dv)
-    elif check:
-        check_tensor("out", out, (qkvz.shape[0], Hv * Dv), qkvz.dtype, qkvz.device)
+    out = qkvz.new_empty(qkvz.shape[0], Hv * Dv) if out is None else out
     if not qkvz.shape[0] or not sequences.slots.shape[0]:
         return out
     alone = max_query_len <= max(1, state.drafts)
     a = GatedDeltaInput(qkvz, ba, weights, state, sequences, out, max_query_len, pdl and alone)
-    if not alone:
-        if state.drafts:  # tokens of earlier steps come first
-            decode(a)
-            chunk(a)
-            return out
+    if not alone and not state.drafts:
         chunk(a)
     decode(a)
+    if not alone and state.drafts:  # after `decode`, which folds tokens of earlier steps
+        chunk(a)
     return out
 
 
@@ -92,43 +82,14 @@ def cost(
     return nbytes, tokens * (6 * Hv * Dk * Dv + 2 * WIDTH * channels)
 
 
-def _check(
-    qkvz: Tensor, ba: Tensor, weights: GatedDeltaWeights, state: GatedDeltaState, sequences: GatedDeltaSequences
-) -> None:
-    device, dtype, i32 = qkvz.device, qkvz.dtype, torch.int32
-    check_tensor("state.recurrent", state.recurrent, (None, None, None, None), torch.float32, device)
-    slots, Hv, Dk, Dv = state.recurrent.shape
-    for name, size in (("Dk", Dk), ("Dv", Dv)):
-        if size not in HEAD_DIMS:
-            raise InputError("wrong size", where=name, expected=" or ".join(map(str, HEAD_DIMS)), found=size)
-    check_tensor("state.conv", state.conv, (slots, None, None), dtype, device)
-    _, ring, channels = state.conv.shape
+def check_channels(sizes: dict[str, int], **values: Any) -> None:
+    """What the declaration cannot say: that heads of q and k remain of the channels, and that the ring is long enough."""
+    Hv, Dk, Dv, channels, ring = (sizes[axis] for axis in ("Hv", "Dk", "Dv", "C", "R"))
     keys = channels - Hv * Dv
     if keys <= 0 or keys % (2 * Dk) or Hv % (keys // (2 * Dk)):
         expected = f"2·Hk·{Dk} + {Hv}·{Dv} channels, Hk a divisor of {Hv}"
         raise InputError("wrong shape", where="state.conv", expected=expected, found=channels)
-    if (state.gates is None) != (state.folded is None):
-        raise InputError("both are needed, or neither", where="state.gates, state.folded", found="one of them")
-    if state.gates is not None and state.folded is not None:
-        check_tensor("state.gates", state.gates, (slots, ring, 2, Hv), torch.float32, device)
-        check_tensor("state.folded", state.folded, (slots, Hv), i32, device)
-        if ring < WIDTH + 1 or (ring - WIDTH + 1) % 2:
-            raise InputError("wrong shape", where="state.conv", expected="3 + 2n rows, n from 1 on", found=ring)
-    elif ring < WIDTH:
-        raise InputError("wrong shape", where="state.conv", expected=f"{WIDTH} rows or more", found=ring)
-    for name, x, width in (("qkvz", qkvz, channels + Hv * Dv), ("ba", ba, 2 * Hv)):
-        if x.ndim != 2 or tuple(x.shape) != (qkvz.shape[0], width) or x.stride(1) != 1:
-            expected = f"[{qkvz.shape[0]}, {width}], each row contiguous"
-            raise InputError("wrong shape", where=name, expected=expected, found=f"{list(x.shape)}, strides {x.stride()}")
-        if x.dtype != dtype or x.device != device:
-            raise InputError("wrong tensor", where=name, expected=f"{dtype} on {device}", found=f"{x.dtype} on {x.device}")
-    check_tensor("weights.conv", weights.conv, (channels, WIDTH), dtype, device)
-    check_tensor("weights.norm", weights.norm, (Dv,), dtype, device)
-    for name, x in (("A_log", weights.A_log), ("dt_bias", weights.dt_bias)):
-        check_tensor(f"weights.{name}", x, (Hv,), torch.float32, device)
-    check_tensor("sequences.slots", sequences.slots, (None,), i32, device)
-    B = sequences.slots.shape[0]
-    check_tensor("sequences.query_starts", sequences.query_starts, (B + 1,), i32, device)
-    check_tensor("sequences.seq_lens", sequences.seq_lens, (B,), i32, device)
-    if sequences.snapshots is not None:
-        check_tensor("sequences.snapshots", sequences.snapshots, (B, MAX_SNAPSHOTS, 2), i32, device)
+    undone = values["state.gates"] is not None
+    if ring < WIDTH + undone or (undone and (ring - WIDTH + 1) % 2):
+        expected = "3 + 2n rows, n from 1 on" if undone else f"{WIDTH} rows or more"
+        raise InputError("wrong shape", where="state.conv", expected=expected, found=ring)

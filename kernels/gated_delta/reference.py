@@ -39,9 +39,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     return (normed * F.silu(gate.to(wide.dtype))).to(x.dtype)
 
 
-def recurrent_gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def recurrent_gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Token by token: q, k [B, T, H, Dk], v [B, T, H, Dv], g, beta [B, T, H], state [B, H, Dk, Dv] → out like v, and the state.
 
     q and k are normalized; q is also scaled by 1/√Dk. All are fp32, or fp64.
@@ -141,8 +139,7 @@ class _Layer:
         begins = (positions.eq(0) | slots.lt(0)).view(B, 1, 1, 1)
         S = torch.where(begins, 0, state.recurrent[rows].to(wide))
         stored = slots >= 0
-        if state.gates is not None and state.folded is not None:
-            self._fold(S, positions, slots)
+        self._fold(S, positions, slots)
         o, after = self._rule(x, self._history(positions, slots), g, beta, S)
         undone = state.drafts >= T
         state.recurrent[slots[stored]] = (S if undone else after)[stored].to(state.recurrent.dtype)

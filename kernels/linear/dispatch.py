@@ -22,18 +22,9 @@ from torch import Tensor
 from minirt.errors import InputError
 from minirt.kernels.checks import check_activations, check_arguments, check_tensor
 from minirt.kernels.compile.tuning import Family
+from minirt.kernels.hopper.limits import LINEAR as HOPPER
 from minirt.kernels.launch import Workspace, capability
-from minirt.kernels.linear import (
-    gemm,
-    gemm_sm90,
-    gemm_small,
-    gemv,
-    gemv_int4,
-    gemv_int4_sm90,
-    int4,
-    int4_sm90,
-    int4_small_sm90,
-)
+from minirt.kernels.linear import gemm, gemm_sm90, gemm_small, gemv, gemv_int4, gemv_int4_sm90, int4, int4_sm90, int4_small_sm90
 from minirt.kernels.linear.product import Epilogue, Norm, Product, RowMaxima
 from minirt.kernels.norm import rms_norm, rms_norm_quantize
 from minirt.kernels.quantize import quantize
@@ -72,15 +63,15 @@ _INT4 = ("int4", "int4_fp32")
 REGIMES = (
     _of(
         gemv_int4_sm90.gemv_int4_sm90, gemv_int4_sm90.FAMILY, 1, 1, capability=90, accepts=gemv_int4_sm90.accepts,
-        limits=Limits(("int4",), norm=True, alignment=16), sums=SumOrder("warps"),
+        limits=HOPPER["gemv_int4_sm90"], sums=SumOrder("warps"),
     ),
     _of(
         int4_small_sm90.gemm_int4_small_sm90, int4_small_sm90.FAMILY, 1, int4_small_sm90.MAX_TOKENS, capability=90,
-        limits=Limits(("int4",), norm=True), sums=SumOrder("warps"),
+        limits=HOPPER["gemm_int4_small_sm90"], sums=SumOrder("warps"),
     ),
     _of(
         int4_sm90.gemm_int4_sm90, int4_sm90.FAMILY, int4_small_sm90.MAX_TOKENS + 1, capability=90, accepts=int4_sm90.accepts,
-        variant=int4_sm90.token_regime, padded=int4_sm90.padded_tokens, limits=Limits(("int4",), alignment=16),
+        variant=int4_sm90.token_regime, padded=int4_sm90.padded_tokens, limits=HOPPER["gemm_int4_sm90"],
         sums=SumOrder("steps", splits=True, by_tokens=True),
     ),
     _of(gemv_int4.gemv_int4, gemv_int4.FAMILY, 1, 1, limits=Limits(_INT4, norm=True), sums=SumOrder("threads")),
@@ -96,8 +87,7 @@ REGIMES = (
     _of(
         gemm_sm90.gemm_sm90, gemm_sm90.FAMILY, _GEMM_SM90_TOKENS, capability=90, accepts=gemm_sm90.accepts,
         variant=gemm_sm90.token_regime, padded=gemm_sm90.padded_tokens, row_maxima_tiles=gemm_sm90.row_maxima_tiles,
-        fetches_early=True,
-        limits=Limits(("fp16", *_FP8), row_maxima=True, alignment=16),
+        fetches_early=True, limits=HOPPER["gemm_sm90"],
         sums=SumOrder("steps", splits=True, by_tokens=True, accumulator="fp32 steps"),
     ),
     _of(
@@ -142,12 +132,10 @@ def norm_linear(
     if check:
         check_arguments("norm_linear", x=x, norm_weight=norm_weight, weight=weight, bias=bias, scale=scale)
     epilogue = Epilogue(scale, None, bias)
-    if multiplier != 1.0 or softcap != 0.0:
+    if multiplier != 1.0 or softcap != 0.0 or row_maxima is not None:
         factor, cap = None if multiplier == 1.0 else float(multiplier), None if softcap == 0.0 else float(softcap)
-        epilogue = epilogue._replace(multiplier=factor, softcap=cap)
-    if row_maxima is not None:
-        values, needed = row_maxima
-        epilogue = epilogue._replace(row_maxima=values, row_maxima_stride=values.stride(0), logits_needed=needed)
+        maxima = () if row_maxima is None else (row_maxima.values, row_maxima.values.stride(0), row_maxima.logits_needed)
+        epilogue = Epilogue(scale, None, bias, None, None, factor, cap, *maxima)
     out = _output(x, weight, out_dtype or x.dtype) if out is None else out
     norm = None if norm_weight is None else Norm(norm_weight, eps)
     product = Product(x, weight, out, norm, epilogue, workspace, pdl)

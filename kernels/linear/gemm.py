@@ -22,9 +22,7 @@ from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.linear.tile_order import tile_origin
 from minirt.kernels.prepared import compile_time, prepared, tiled
 
-CASES = [
-    {"T": 129, "N": 96, "K": 576}, {"T": 1, "N": 131, "K": 97}, {"T": 300, "N": 72, "K": 64}, {"T": 150, "N": 257, "K": 264},
-]  # fmt: skip
+CASES = [{"T": 129, "N": 96, "K": 576}, {"T": 1, "N": 131, "K": 97}, {"T": 300, "N": 72, "K": 64}, {"T": 150, "N": 257, "K": 264}]
 
 # (rows, columns, warps) for devices with much shared memory, then for the others. With the activation, a program computes two
 # such tiles: one of gate and one of up.

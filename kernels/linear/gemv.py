@@ -24,10 +24,10 @@ WARP = 32
 
 @dataclass(frozen=True)
 class GemvConfig:
-    """A launch configuration of `gemv` and of `gemv_int4`.
+    """A launch configuration of `gemv`, of `gemv_int4` and of `few_tokens_int4`.
 
     Args:
-        block_n: outputs of a program. A gated program reads two weight rows for each.
+        block_n: outputs of a program; a power of two. A gated program reads two weight rows for each.
         num_warps: warps of a program, side by side along K.
         tiles: tiles in flight.
         registers: the most registers of a thread; None for no limit.
@@ -168,7 +168,7 @@ def rule(facts: ProductFacts, gpu: Gpu) -> GemvConfig:
     fp8 = itemsize == 1
     chunks = cdiv(K, WARP * chunk_size(itemsize))
     at_once = not gated and 64 * num_sms >= N  # all programs run at the same time
-    num_warps = min(8, _nearest_power_of_two(chunks / (5.5 if at_once and fp8 else 4)))
+    num_warps = min(8, 1 << max(0, round(math.log2(chunks / (5.5 if at_once and fp8 else 4)))))  # the nearest power of two
     count = cdiv(chunks, num_warps)
     if num_warps == 8:
         # Long rows: four programs run on an SM. With more rows in a program, x is read less often. This matters more for fp8,
@@ -198,10 +198,6 @@ def candidates(facts: ProductFacts, gpu: Gpu) -> list[GemvConfig]:
         for n in around(c.block_n, 8) for warps in around(c.num_warps, 8) for tiles in around(c.tiles, 16)
         for registers in {None, c.registers}
     ]  # fmt: skip
-
-
-def _nearest_power_of_two(x: float) -> int:
-    return 1 << max(0, round(math.log2(x)))
 
 
 def chunk_size(itemsize: int) -> int:
@@ -241,11 +237,8 @@ def gemv(product: Product, config: GemvConfig | None = None) -> None:
     x, weight, facts, T = product.x, product.weight, product.facts(1), product.x.shape[0]
     if facts.itemsize == 1:
         require_fp8(x.device)
-    scale_rows, aligned, pdl = product.scale_rows if facts.blocks else None, weight.data_ptr() % 16 == 0, product.pdl
-    if config is None:
-        programs, constants, options = _lookup_plan(x.device, facts, scale_rows, aligned, T > 1, pdl)
-    else:
-        programs, constants, options = _plan(config, facts, scale_rows, aligned, T > 1, pdl)
+    of = facts, product.scale_rows if facts.blocks else None, weight.data_ptr() % 16 == 0, T > 1, product.pdl
+    programs, constants, options = _lookup_plan(x.device, *of) if config is None else _plan(config, *of)
     _gemv_kernel[(programs, T)](x, product.norm, weight, product.epilogue, product.out, facts.N, C=constants, **options)
 
 

@@ -114,8 +114,8 @@ def row_sum(acc, w, scales, low, high, totals, GROUP: tl.constexpr, share=1.0):
 
 
 @triton.jit
-def _words(ptr, row, word, i: tl.constexpr, C):
-    """Tile i of a row of pairs of words."""
+def row_words(ptr, row, word, i: tl.constexpr, C):
+    """Tile i of a row of pairs of words, from the pairs `word` of a tile: [C.BLOCK]."""
     WIDTH: tl.constexpr = (C.K + 127) // 128 * 16
     ptrs = ptr + row.to(tl.int64) * WIDTH + i * C.BLOCK + word
     return load_words(ptrs, i * C.BLOCK + word, WIDTH, (i + 1) * C.BLOCK)
@@ -143,7 +143,7 @@ def _gemv_int4_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: tl.conste
     for i in tl.static_range(C.TILES):
         for r in tl.static_range(BOTH):
             row = tl.minimum(first + r % C.ROWS, N - 1) + (N if r >= C.ROWS else 0)
-            loaded += (_words(weight_ptr, row, word, i, C),)
+            loaded += (row_words(weight_ptr, row, word, i, C),)
     if PDL:
         tl.extra.cuda.gdc_wait()
     sums = ()
@@ -161,7 +161,7 @@ def _gemv_int4_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: tl.conste
             scales = group_words(ep.scale, all_rows, chunk, C.K, C.GROUP, row)
             added += (row_sum(sums[r], loaded[i * BOTH + r], scales, low, high, totals, C.GROUP),)
             if i + C.TILES < COUNT:
-                loaded += (_words(weight_ptr, row, word, i + C.TILES, C),)
+                loaded += (row_words(weight_ptr, row, word, i + C.TILES, C),)
         sums = added
     inverse_rms = 1.0
     if norm is not None:

@@ -464,11 +464,8 @@ def gemv_int4_sm90(product: Product, config: GemvInt4Sm90Config | None = None) -
     """Write the output of a product of one token."""
     ep, facts = product.epilogue, product.facts(1)
     _, group = scale_words(product)
-    N, K, normed = facts.N, facts.K, product.norm is not None
-    if config is None:
-        c = _lookup_fitting(product.x.device, facts, group, normed)
-    else:
-        c = fitting(config, K, group, facts.gated, normed)
+    N, K, gated, normed = facts.N, facts.K, facts.gated, product.norm is not None
+    c = fitting(config, K, group, gated, normed) if config else _lookup_fitting(product.x.device, facts, group, normed)
     constants = _Constants(K, group // 32, c.num_warps, c.stages, c.unroll, c.x_in_ring, c.line)
     _gemv_int4_sm90_kernel[(cdiv(N, 16),)](
         product.x, product.norm, product.weight, ep, product.out, N, C=constants, maxnreg=c.registers,

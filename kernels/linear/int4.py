@@ -78,44 +78,28 @@ def _scaled(q, words, DTYPE: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def load_columns(ptrs, k, K: tl.constexpr, MASKED: tl.constexpr):
-    """The 32 columns of x from k on. Masked only if they may reach past K."""
-    if MASKED:
-        return tl.load(ptrs + k, mask=(k + tl.arange(0, 32))[None, :] < K, other=0.0, eviction_policy="evict_last")
-    else:
-        return tl.load(ptrs + k, eviction_policy="evict_last")
+def load_chunk(ptrs, k, K: tl.constexpr):
+    """The columns of x from k on that a chunk's nibbles multiply: four times 32. Masked only if chunks may reach past K."""
+    columns = ()
+    for j in tl.static_range(4):
+        if K % 128 != 0:
+            inside = (k + 32 * j + tl.arange(0, 32))[None, :] < K
+            columns += (tl.load(ptrs + (k + 32 * j), mask=inside, other=0.0, eviction_policy="evict_last"),)
+        else:
+            columns += (tl.load(ptrs + (k + 32 * j), eviction_policy="evict_last"),)
+    return columns
 
 
 @triton.jit
-def multiply_chunk(
-    w, words, x0, x1, x2, x3, acc, GROUP: tl.constexpr, EXACT: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr
-):  # fmt: skip
+def multiply_chunk(w, words, x, acc, GROUP: tl.constexpr, EXACT: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """acc + the product of a chunk: w [BLOCK_N, 32] words, `words` the scale words of its groups of 32 · GROUP columns."""
     if EXACT:
-        zero = tl.zeros(acc.shape, tl.float32)
-        if GROUP == 4:
-            q0, q1, q2, q3 = _unpack(w, words[0], DTYPE, ASM)
-            part = tl.dot(q0, x0.T, zero, input_precision="ieee")
-            part = tl.dot(q1, x1.T, part, input_precision="ieee")
-            part = tl.dot(q2, x2.T, part, input_precision="ieee")
-            part = tl.dot(q3, x3.T, part, input_precision="ieee")
-            acc += part * factor(words[0])[:, None]
-        elif GROUP == 2:
-            q0, q1, _, _ = _unpack(w, words[0], DTYPE, ASM)
-            part = tl.dot(q0, x0.T, zero, input_precision="ieee")
-            part = tl.dot(q1, x1.T, part, input_precision="ieee")
-            acc += part * factor(words[0])[:, None]
-            _, _, q2, q3 = _unpack(w, words[1], DTYPE, ASM)
-            part = tl.dot(q2, x2.T, zero, input_precision="ieee")
-            part = tl.dot(q3, x3.T, part, input_precision="ieee")
-            acc += part * factor(words[1])[:, None]
-        else:
-            x = (x0, x1, x2, x3)
-            for j in tl.static_range(4):
-                q = _unpack(w, words[j], DTYPE, ASM)
-                acc += tl.dot(q[j], x[j].T, zero, input_precision="ieee") * factor(words[j])[:, None]
+        for g in tl.static_range(4 // GROUP):
+            q, part = _unpack(w, words[g], DTYPE, ASM), tl.zeros(acc.shape, tl.float32)
+            for j in tl.static_range(GROUP * g, GROUP * g + GROUP):
+                part = tl.dot(q[j], x[j].T, part, input_precision="ieee")
+            acc += part * factor(words[g])[:, None]
     else:
-        x = (x0, x1, x2, x3)
         for j in tl.static_range(4):
             q = _unpack(w, words[j // GROUP], DTYPE, ASM)
             acc = tl.dot(_scaled(q[j], words[j // GROUP], DTYPE, ASM), x[j].T, acc, input_precision="ieee")
@@ -145,7 +129,6 @@ def _gemm_int4_kernel(x_ptr, weight_ptr, ep, out_ptr, sums_ptr, counters_ptr, T,
     GATED: tl.constexpr = ep.activation is not None
     CHUNKS: tl.constexpr = (C.K + 128 - 1) // 128
     PART: tl.constexpr = (CHUNKS + C.SPLIT - 1) // C.SPLIT
-    MASKED: tl.constexpr = C.K % 128 != 0
     columns = tl.cdiv(T, C.BLOCK_T)
     part = tl.program_id(0) % C.SPLIT
     tile = tl.program_id(0) // C.SPLIT
@@ -177,18 +160,14 @@ def _gemm_int4_kernel(x_ptr, weight_ptr, ep, out_ptr, sums_ptr, counters_ptr, T,
     acc = tl.zeros((C.BLOCK_N, C.BLOCK_T), tl.float32)
     acc_up = acc
     for chunk in tl.range(first, last, num_stages=C.STAGES):
-        k = chunk * 128
-        x0 = load_columns(x_ptrs, k, C.K, MASKED)
-        x1 = load_columns(x_ptrs, k + 32, C.K, MASKED)
-        x2 = load_columns(x_ptrs, k + 64, C.K, MASKED)
-        x3 = load_columns(x_ptrs, k + 96, C.K, MASKED)
+        x = load_chunk(x_ptrs, chunk * 128, C.K)
         w = tl.load(w_ptrs + chunk * 32, eviction_policy="evict_first")
         words = group_words(scales, all_rows, chunk, C.K, C.GROUP)
-        acc = multiply_chunk(w, words, x0, x1, x2, x3, acc, C.GROUP, C.EXACT, C.DTYPE, C.ASM)
+        acc = multiply_chunk(w, words, x, acc, C.GROUP, C.EXACT, C.DTYPE, C.ASM)
         if GATED:
             w = tl.load(w_ptrs + (chunk * 32 + up), eviction_policy="evict_first")
             words = group_words(scales + N, all_rows, chunk, C.K, C.GROUP)
-            acc_up = multiply_chunk(w, words, x0, x1, x2, x3, acc_up, C.GROUP, C.EXACT, C.DTYPE, C.ASM)
+            acc_up = multiply_chunk(w, words, x, acc_up, C.GROUP, C.EXACT, C.DTYPE, C.ASM)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # after the last reads, see `pdl`
     residual = load_residual(ep, at, stored)  # before the wait for the other parts

@@ -1,7 +1,6 @@
 """`minirt tune` for the linear layers: which cases a model has, their inputs, and what they must compute."""
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -17,7 +16,6 @@ from minirt.kernels.linear import dispatch
 from minirt.kernels.linear.dispatch import REGIMES, LinearRegime
 from minirt.kernels.linear.product import Epilogue, Product, ProductFacts
 from minirt.kernels.quantize import quantize
-from minirt.kernels.reference import FP8_BLOCK, INT4_CHUNK
 
 _COLD = 256 << 20  # bytes of weights that launches use in turn: more than any L2 holds
 _TOLERANCE = 2e-2  # relative error of bf16 outputs: larger than any order of sums causes, much smaller than a wrong tile does
@@ -46,17 +44,12 @@ def shape_facts(shape: LinearShape, tokens: int) -> ProductFacts:
 
 def _regime(shape: LinearShape, T: int, device: torch.device) -> LinearRegime:
     """The regime of a shape's product of T tokens."""
-    rows, quantized = shape.rows, shape.fp8 and T > 1
 
     def meta(*size: int, dtype: torch.dtype = shape.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
 
-    x, weight, scale = meta(T, shape.K, dtype=torch.float8_e4m3fn if quantized else shape.dtype), meta(rows, shape.K), None
-    if shape.int4:
-        weight = meta(rows, cdiv(shape.K, INT4_CHUNK) * 32, dtype=torch.int16)
-    elif shape.fp8:
-        places = (cdiv(rows, _block_rows(shape)), cdiv(shape.K, FP8_BLOCK)) if shape.blocks else (rows,)
-        weight, scale = meta(rows, shape.K, dtype=torch.float8_e4m3fn), meta(*places, dtype=torch.float32)
+    x = meta(T, shape.K, dtype=torch.float8_e4m3fn if shape.fp8 and T > 1 else shape.dtype)
+    weight, scale = stored(meta(shape.rows, shape.K), shape)
     epilogue = Epilogue(scale, residual=meta(T, shape.N) if shape.residual else None)
     out = meta(T, shape.N, dtype=torch.float32 if shape.logits else shape.dtype)
     product = Product(x, weight, out, epilogue=epilogue)
@@ -73,10 +66,7 @@ def _prepare(regime: LinearRegime, shape: LinearShape, T: int, device: torch.dev
     x, residual = normal(T, shape.K), normal(T, shape.N) if shape.residual else None
     itemsize = 0.5 if shape.int4 else 1 if shape.fp8 else shape.dtype.itemsize
     copies = max(2, cdiv(_COLD, int(rows * shape.K * itemsize)))
-    weights: list[tuple[Tensor, Tensor | None]] = []
-    for _ in range(copies):
-        weight = normal(rows, shape.K) / shape.K**0.5
-        weights.append(_int4(weight) if shape.int4 else fp8_weight(weight, shape) if shape.fp8 else (weight, None))
+    weights = [stored(normal(rows, shape.K) / shape.K**0.5, shape) for _ in range(copies)]
     activation = "silu" if shape.gated else None
     h, x_scale = quantize(x, blocks=shape.blocks) if shape.fp8 and T > 1 else (x, None)
     out_dtype = torch.float32 if shape.logits else shape.dtype
@@ -84,8 +74,8 @@ def _prepare(regime: LinearRegime, shape: LinearShape, T: int, device: torch.dev
     epilogue = Epilogue(x_scale=x_scale, activation=activation, residual=residual)
     base = Product(h, weights[0][0], out, workspace=workspace, pdl=capability(device) >= 90)
 
-    def run(stored: tuple[Tensor, Tensor | None], config: Any) -> None:
-        weight, scale = stored
+    def run(stored_weight: tuple[Tensor, Tensor | None], config: Any) -> None:
+        weight, scale = stored_weight
         regime.launch(base._replace(weight=weight, epilogue=epilogue._replace(scale=scale)), config=config)
 
     expected = reference.linear(x, weights[0][0], None, weights[0][1])
@@ -111,23 +101,12 @@ def launch_and_check(inputs: Sequence[Any], run: Callable[[Any, Any], None], out
     return launch, check
 
 
-def _block_rows(shape: LinearShape) -> int:
-    """Rows of a block of a weight that has scales of blocks: none holds rows of both gate and up."""
-    return math.gcd(FP8_BLOCK, shape.N) if shape.gated or shape.experts else FP8_BLOCK
-
-
-def fp8_weight(weight: Tensor, shape: LinearShape) -> tuple[Tensor, Tensor]:
-    """The weight of a layer, or of one of its experts, in FP8, and the scales of its rows or blocks."""
-    if not shape.blocks:
-        return reference.quantize_fp8(weight)
-    values, scale = reference.quantize_fp8_blocks(weight, cdiv(len(weight), _block_rows(shape)))
-    return values.contiguous(), scale
-
-
-def _int4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Words and scale words of a weight."""
-    codes, scale, zero = reference.quantize_int4(weight, INT4_CHUNK)
-    return reference.pack_int4(codes), reference.pack_int4_scale(scale, zero)
+def stored(weight: Tensor, shape: LinearShape) -> tuple[Tensor, Tensor | None]:
+    """The weight of a layer, or of one of its experts, in its format, and its scales."""
+    if not (shape.int4 or shape.fp8):
+        return weight, None
+    format = "int4" if shape.int4 else "fp8_blocks" if shape.blocks else "fp8"
+    return reference.quantize_weight(weight, format, shape.N if shape.gated or shape.experts else None)
 
 
 FAMILIES = tuple(regime.family for regime in REGIMES if regime.family is not None and regime.family.candidates is not None)

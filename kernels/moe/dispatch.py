@@ -16,6 +16,7 @@ from torch import Tensor
 from minirt.errors import InputError
 from minirt.kernels import reference
 from minirt.kernels.checks import check_arguments, check_tensor
+from minirt.kernels.hopper.limits import EXPERTS as HOPPER
 from minirt.kernels.launch import capability
 from minirt.kernels.linear.gemv import gemv
 from minirt.kernels.linear.product import Norm, Product
@@ -111,7 +112,7 @@ REGIMES = (
     ),
     MixtureRegime(
         "experts_sm90", "tokens", 2, variant=last_tokens, capability=90, launch=_sm90, suits=experts_sm90.suits,
-        limits=Limits(("fp16", "fp8", "fp8_blocks"), alignment=16), sums=SumOrder("steps", accumulator="fp32 steps"),
+        limits=HOPPER["experts_sm90"], sums=SumOrder("steps", accumulator="fp32 steps"),
     ),
     MixtureRegime(
         "experts_int4", "tokens", 1, variant=last_tokens, launch=partial(_tiles, kernels=products_int4),

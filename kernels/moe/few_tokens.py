@@ -136,7 +136,7 @@ class _Constants(NamedTuple):
         SCALE_ROWS: rows of the blocks of an fp8 weight, which have a scale each. None: there are no blocks.
         ROWS: rows of an expert's weight for each output: 2 of gate and up, else 1.
         BLOCKS: blocks of BLOCK_N outputs of a round.
-        TILES: tiles of BLOCK_K columns in flight.
+        PARTS: tiles of BLOCK_K columns of a row. TILES: of them in flight.
         MANY: whether there are several tokens.
         SHARED: 1 if these kernels compute a shared expert, which is then the last one of each token; else 0.
     """
@@ -148,6 +148,7 @@ class _Constants(NamedTuple):
     BLOCK_E: int
     BLOCK_N: int
     BLOCK_K: int
+    PARTS: int
     CHUNK: int
     BLOCKS: int
     TILES: int
@@ -173,51 +174,49 @@ def _scales(ep, expert, first, n0, N, block: tl.constexpr, i: tl.constexpr, C):
 
 
 @triton.jit
-def _gate_up_tiles(weight_ptr, ep, expert, n0, N, C):
-    """The first TILES tiles of a round's blocks, from output n0 on, in flight: of gate and up, and their scales."""
-    COUNT: tl.constexpr = (C.K + C.BLOCK_K - 1) // C.BLOCK_K
+def _gate_up_tile(weight_ptr, ep, expert, n0, N, i: tl.constexpr, C):
+    """Tile i of a round's blocks, from output n0 on: of gate and up, and their scales, or ()."""
     n = n0 + tl.arange(0, C.BLOCK_N)
     k = tl.max_contiguous(tl.arange(0, C.BLOCK_K), C.CHUNK)
     up_offset = tl.cast(N, tl.int64) * C.K
-    gate, up = (), ()
+    ptrs = weight_ptr + _rows(expert, n, N, i // C.PARTS, C)[:, None] * C.K + k[None, :]
+    gate = load_tile(ptrs, k[None, :], i % C.PARTS, C, "evict_first")
+    up = load_tile(ptrs + up_offset, k[None, :], i % C.PARTS, C, "evict_first")
     gate_scales, up_scales = (), ()
-    for i in tl.static_range(C.TILES):
-        ptrs = weight_ptr + _rows(expert, n, N, i // COUNT, C)[:, None] * C.K + k[None, :]
-        gate += (load_tile(ptrs, k[None, :], i % COUNT, C, "evict_first"),)
-        up += (load_tile(ptrs + up_offset, k[None, :], i % COUNT, C, "evict_first"),)
-        if C.SCALE_ROWS is not None:
-            gate_scales += (_scales(ep, expert, 0, n0, N, i // COUNT, i % COUNT, C),)
-            up_scales += (_scales(ep, expert, N, n0, N, i // COUNT, i % COUNT, C),)
+    if C.SCALE_ROWS is not None:
+        gate_scales = _scales(ep, expert, 0, n0, N, i // C.PARTS, i % C.PARTS, C)
+        up_scales = _scales(ep, expert, N, n0, N, i // C.PARTS, i % C.PARTS, C)
     return gate, up, gate_scales, up_scales
+
+
+@triton.jit
+def _gate_up_tiles(weight_ptr, ep, expert, n0, N, C):
+    """The first TILES tiles of a round's blocks, in flight."""
+    tiles = ()
+    for i in tl.static_range(C.TILES):
+        tiles += (_gate_up_tile(weight_ptr, ep, expert, n0, N, i, C),)
+    return tiles
 
 
 @triton.jit
 def _gate_up_round(tiles, xs, inverse_rms, weight_ptr, ep, out_ptr, pair, expert, n0, N, C):
     """BLOCKS · BLOCK_N values of a pair's row of out, from n0 on. `tiles`: `_gate_up_tiles`."""
-    COUNT: tl.constexpr = (C.K + C.BLOCK_K - 1) // C.BLOCK_K
     SCALED: tl.constexpr = C.SCALE_ROWS is not None
     n = n0 + tl.arange(0, C.BLOCK_N)
-    k = tl.max_contiguous(tl.arange(0, C.BLOCK_K), C.CHUNK)
-    up_offset = tl.cast(N, tl.int64) * C.K
-    gate, up, gate_scales, up_scales = tiles
     gate_sums = tl.zeros((C.BLOCK_N, C.BLOCK_K // C.CHUNK), tl.float32)
     up_sums = gate_sums
-    for i in tl.static_range(C.BLOCKS * COUNT):
-        column = n + i // COUNT * C.BLOCK_N
-        if i % COUNT == 0:  # of this block: loaded before its products, used after them
-            rows = load_rows(ep, _rows(expert, n, N, i // COUNT, C), True, N, not SCALED)
-        products = chunk_products(gate[i], xs[i % COUNT], C.CHUNK)
-        gate_sums += products * gate_scales[i] if SCALED else products
-        products = chunk_products(up[i], xs[i % COUNT], C.CHUNK)
-        up_sums += products * up_scales[i] if SCALED else products
-        if i + C.TILES < C.BLOCKS * COUNT:
-            ptrs = weight_ptr + _rows(expert, n, N, (i + C.TILES) // COUNT, C)[:, None] * C.K + k[None, :]
-            gate += (load_tile(ptrs, k[None, :], (i + C.TILES) % COUNT, C, "evict_first"),)
-            up += (load_tile(ptrs + up_offset, k[None, :], (i + C.TILES) % COUNT, C, "evict_first"),)
-            if SCALED:
-                gate_scales += (_scales(ep, expert, 0, n0, N, (i + C.TILES) // COUNT, (i + C.TILES) % COUNT, C),)
-                up_scales += (_scales(ep, expert, N, n0, N, (i + C.TILES) // COUNT, (i + C.TILES) % COUNT, C),)
-        if i % COUNT == COUNT - 1:
+    for i in tl.static_range(C.BLOCKS * C.PARTS):
+        column = n + i // C.PARTS * C.BLOCK_N
+        if i % C.PARTS == 0:  # of this block: loaded before its products, used after them
+            rows = load_rows(ep, _rows(expert, n, N, i // C.PARTS, C), True, N, not SCALED)
+        gate, up, gate_scales, up_scales = tiles[i]
+        products = chunk_products(gate, xs[i % C.PARTS], C.CHUNK)
+        gate_sums += products * gate_scales if SCALED else products
+        products = chunk_products(up, xs[i % C.PARTS], C.CHUNK)
+        up_sums += products * up_scales if SCALED else products
+        if i + C.TILES < C.BLOCKS * C.PARTS:
+            tiles += (_gate_up_tile(weight_ptr, ep, expert, n0, N, i + C.TILES, C),)
+        if i % C.PARTS == C.PARTS - 1:
             out = finish(tl.sum(gate_sums, 1) * inverse_rms, tl.sum(up_sums, 1) * inverse_rms, rows, (), (), ep)
             tl.store(out_ptr + pair * N + column, out.to(out_ptr.dtype.element_ty), mask=column < N)
             gate_sums = tl.zeros((C.BLOCK_N, C.BLOCK_K // C.CHUNK), tl.float32)
@@ -230,12 +229,11 @@ def _gate_up(raw, norm, weight_ptr, ep, out_ptr, pair, expert, n0, rounds, N, C)
 
     Returns the tiles times the norm's weight, and the token's inverse root mean square.
     """
-    COUNT: tl.constexpr = (C.K + C.BLOCK_K - 1) // C.BLOCK_K
     k = tl.max_contiguous(tl.arange(0, C.BLOCK_K), C.CHUNK)
     tiles = _gate_up_tiles(weight_ptr, ep, expert, n0, N, C)
     squares = tl.zeros((C.BLOCK_K,), tl.float32)
     xs = ()
-    for i in tl.static_range(COUNT):
+    for i in tl.static_range(C.PARTS):
         x = raw[i].to(tl.float32)
         if norm is not None:
             squares += x * x
@@ -268,7 +266,7 @@ def _store_gate(xs, inverse_rms, weight_ptr, out_ptr, C):
     """The gate of the shared expert of one token, before its sigmoid."""
     k = tl.max_contiguous(tl.arange(0, C.BLOCK_K), C.CHUNK)
     sums = tl.zeros((C.BLOCK_K,), tl.float32)
-    for i in tl.static_range((C.K + C.BLOCK_K - 1) // C.BLOCK_K):
+    for i in tl.static_range(C.PARTS):
         sums += xs[i] * load_tile(weight_ptr + k, k, i, C, "").to(tl.float32)
     tl.store(out_ptr, (tl.sum(sums, 0) * inverse_rms).to(out_ptr.dtype.element_ty))
 
@@ -284,7 +282,6 @@ def _few_gate_up_kernel(
     t = program_id(0), j = program_id(1). With SCALE_ROWS, the scales are those of blocks, as in `gemv.py`: they multiply the sum
     of each chunk of products. With SHARED, expert k is the shared one, and its gate [T] is computed, too.
     """
-    COUNT: tl.constexpr = (C.K + C.BLOCK_K - 1) // C.BLOCK_K
     t = tl.program_id(0) if C.MANY else 0
     j = tl.program_id(1)
     n0 = tl.program_id(2) * rounds * C.BLOCKS * C.BLOCK_N
@@ -293,7 +290,7 @@ def _few_gate_up_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     raw = ()  # loaded while the program looks for its expert
-    for i in tl.static_range(COUNT):
+    for i in tl.static_range(C.PARTS):
         raw += (load_tile(x_ptr + t * C.K + k, k, i, C, ""),)
     pair = t * (C.TOP_K + C.SHARED) + j
     if C.SHARED == 1:
@@ -312,9 +309,8 @@ def _few_gate_up_kernel(
 @triton.jit
 def _down_tile(weight_ptr, ep, shared, experts, n0, N, i: tl.constexpr, C):
     """Tile i of a round's blocks, from output n0 on, and its scales, or 0."""
-    PARTS: tl.constexpr = (C.K + C.BLOCK_K - 1) // C.BLOCK_K  # tiles of one expert
-    COUNT: tl.constexpr = (C.TOP_K + C.SHARED) * PARTS
-    J: tl.constexpr = i % COUNT // PARTS
+    COUNT: tl.constexpr = (C.TOP_K + C.SHARED) * C.PARTS
+    J: tl.constexpr = i % COUNT // C.PARTS
     n = n0 + tl.arange(0, C.BLOCK_N)
     k = tl.max_contiguous(tl.arange(0, C.BLOCK_K), C.CHUNK)
     expert = experts[J]
@@ -322,35 +318,30 @@ def _down_tile(weight_ptr, ep, shared, experts, n0, N, i: tl.constexpr, C):
     if J == C.TOP_K:
         ptrs = shared[0] + _rows(expert, n, N, i // COUNT, C)[:, None] * C.K + k[None, :]
         if C.SCALE_ROWS is not None:
-            scales = _scales(shared[1], expert, 0, n0, N, i // COUNT, i % PARTS, C)
+            scales = _scales(shared[1], expert, 0, n0, N, i // COUNT, i % C.PARTS, C)
     else:
         ptrs = weight_ptr + _rows(expert, n, N, i // COUNT, C)[:, None] * C.K + k[None, :]
         if C.SCALE_ROWS is not None:
-            scales = _scales(ep, expert, 0, n0, N, i // COUNT, i % PARTS, C)
-    return load_tile(ptrs, k[None, :], i % PARTS, C, "evict_first"), scales
+            scales = _scales(ep, expert, 0, n0, N, i // COUNT, i % C.PARTS, C)
+    return load_tile(ptrs, k[None, :], i % C.PARTS, C, "evict_first"), scales
 
 
 @triton.jit
 def _down_tiles(weight_ptr, ep, shared, experts, n0, N, C):
     """The first TILES tiles of a round's blocks, in flight, and their scales."""
-    w = ()
-    scales = ()
+    tiles = ()
     for i in tl.static_range(C.TILES):
-        tile, tile_scales = _down_tile(weight_ptr, ep, shared, experts, n0, N, i, C)
-        w += (tile,)
-        scales += (tile_scales,)
-    return w, scales
+        tiles += (_down_tile(weight_ptr, ep, shared, experts, n0, N, i, C),)
+    return tiles
 
 
 @triton.jit
 def _down_round(tiles, experts, shares, x_ptr, weight_ptr, ep, shared, output, out_ptr, t, n0, N, C):
     """BLOCKS · BLOCK_N values of token t's out [N], from n0 on. `tiles`: `_down_tiles`."""
-    PARTS: tl.constexpr = (C.K + C.BLOCK_K - 1) // C.BLOCK_K
-    COUNT: tl.constexpr = (C.TOP_K + C.SHARED) * PARTS
+    COUNT: tl.constexpr = (C.TOP_K + C.SHARED) * C.PARTS
     SCALED: tl.constexpr = C.SCALE_ROWS is not None
     n = n0 + tl.arange(0, C.BLOCK_N)
     k = tl.max_contiguous(tl.arange(0, C.BLOCK_K), C.CHUNK)
-    w, scales = tiles
     out = tl.zeros((C.BLOCK_N, C.BLOCK_K // C.CHUNK), tl.float32)
     sums = out
     for i in tl.static_range(C.BLOCKS * COUNT):
@@ -360,17 +351,16 @@ def _down_round(tiles, experts, shares, x_ptr, weight_ptr, ep, shared, output, o
                 row_scales += (tl.load(ep.scale + _rows(experts[j], n, N, i // COUNT, C)),)
             if C.SHARED == 1:
                 row_scales += (tl.load(shared[1].scale + _rows(experts[C.TOP_K], n, N, i // COUNT, C)),)
-        x = load_tile(x_ptr + i % COUNT // PARTS * C.K + k, k, i % PARTS, C, "").to(tl.float32)
-        products = chunk_products(w[i], x, C.CHUNK)
-        sums += products * scales[i] if SCALED else products
+        x = load_tile(x_ptr + i % COUNT // C.PARTS * C.K + k, k, i % C.PARTS, C, "").to(tl.float32)
+        w, scales = tiles[i]
+        products = chunk_products(w, x, C.CHUNK)
+        sums += products * scales if SCALED else products
         if i + C.TILES < C.BLOCKS * COUNT:
-            tile, tile_scales = _down_tile(weight_ptr, ep, shared, experts, n0, N, i + C.TILES, C)
-            w += (tile,)
-            scales += (tile_scales,)
-        if i % PARTS == PARTS - 1:  # the last tile of an expert. Each thread adds its sums; one reduction at the end is enough.
+            tiles += (_down_tile(weight_ptr, ep, shared, experts, n0, N, i + C.TILES, C),)
+        if i % C.PARTS == C.PARTS - 1:  # an expert's last tile. Each thread adds its sums; one reduction at the end is enough.
             if ep.scale is not None and not SCALED:
-                sums *= row_scales[i % COUNT // PARTS][:, None]
-            out += sums * shares[i % COUNT // PARTS]
+                sums *= row_scales[i % COUNT // C.PARTS][:, None]
+            out += sums * shares[i % COUNT // C.PARTS]
             sums = tl.zeros((C.BLOCK_N, C.BLOCK_K // C.CHUNK), tl.float32)
         if i % COUNT == COUNT - 1:
             column = n + i // COUNT * C.BLOCK_N
@@ -479,10 +469,11 @@ def suits(m: Mixture) -> bool:
 
 def _constants(product: Product, c: FewTokensConfig, top_k: int, shared: bool, T: int) -> _Constants:
     weight = product.weight
-    tiles = c.blocks * cdiv(weight.shape[2], c.block_k) * (1 if product.gated else top_k + shared)  # of a round in all
+    parts = cdiv(weight.shape[2], c.block_k)
+    tiles = c.blocks * parts * (1 if product.gated else top_k + shared)  # of a round in all
     return _Constants(
         weight.shape[2], top_k, product.scale_rows, 2 if product.gated else 1, next_power_of_2(weight.shape[0]),
-        c.block_n, c.block_k, _chunk(weight, c), c.blocks, min(c.tiles, tiles), T > 1, int(shared),
+        c.block_n, c.block_k, parts, _chunk(weight, c), c.blocks, min(c.tiles, tiles), T > 1, int(shared),
     )  # fmt: skip
 
 
@@ -502,10 +493,10 @@ def gate_up(
     rounds = _rounds(c, N, T, pairs, out.device)
     programs = cdiv(N, c.block_n * c.blocks * rounds)
     constants = _constants(product, c, top_k, shared is not None, T)
-    gate = None if shared is None else out.new_empty(T)
-    weights = (None,) * 3
+    gate, weights = None, (None,) * 3
     if shared is not None:
-        weights = shared.gate_up, Epilogue(shared.gate_up_scale, activation=product.epilogue.activation), shared.gate
+        gate, of_up = out.new_empty(T), Epilogue(shared.gate_up_scale, activation=product.epilogue.activation)
+        weights = shared.gate_up, of_up, shared.gate
     _few_gate_up_kernel[(T, pairs // T, programs)](
         product.x, product.norm, logits, weight, product.epilogue, *weights, gate, out, E, N, rounds, C=constants,
         maxnreg=_registers(c, out.device, T, programs * pairs), **launch_options(c.num_warps, 1, product.pdl),

@@ -8,7 +8,6 @@ each thread multiplies by the scale and the share of the expert that its words b
 takes as long as one or two outputs; so it computes several. Words and scales are loaded before the PDL wait.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,8 @@ from minirt.errors import InputError
 from minirt.kernels.compile.tuning import Family
 from minirt.kernels.launch import Gpu, cdiv, launch_options, most_registers, next_power_of_2, sm_count
 from minirt.kernels.linear.epilogue import finish, load_rows
-from minirt.kernels.linear.gemv_int4 import load_words, load_x, row_sum
+from minirt.kernels.linear.gemv import GemvConfig
+from minirt.kernels.linear.gemv_int4 import load_words, load_x, row_sum, row_words
 from minirt.kernels.linear.int4_words import group_words, scale_words
 from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.moe import few_tokens
@@ -36,21 +36,6 @@ CASES = [  # group: columns of a scale
     {"E": 7, "k": 3, "H": 72, "I": 40, "group": 32}, {"E": 40, "k": 8, "H": 136, "I": 24, "group": 64},
     {"E": 5, "k": 1, "H": 97, "I": 33, "group": 128}, {"E": 4, "k": 3, "H": 24, "I": 136, "group": 128},
 ]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class FewTokensInt4Config:
-    """A launch configuration of one of the two kernels.
-
-    Args:
-        rows: outputs of a program, a power of two up to 8. A program of gate and up reads two weight rows for each.
-        num_warps: warps of a program, side by side along K.
-        tiles: tiles in flight.
-    """
-
-    rows: int
-    num_warps: int
-    tiles: int
 
 
 @compile_time
@@ -88,15 +73,12 @@ def _rows_side_by_side(sums, ROWS: tl.constexpr):
 @triton.jit
 def _gate_up_tile(weight_ptr, scale_ptr, stride, first, i: tl.constexpr, N, C):
     """(Words, scale words) of tile i, for each row of gate, then of up, of an expert. Rows past the end are the last one."""
-    WIDTH: tl.constexpr = (C.K + 127) // 128 * 16
     word = tl.max_contiguous(tl.arange(0, C.BLOCK), 4)
     chunk = (i * C.BLOCK + 4 * tl.arange(0, C.BLOCK // 4)) // 16  # of each thread
     tile = ()
     for r in tl.static_range(2 * C.ROWS):
         row = tl.minimum(first + r % C.ROWS, N - 1) + (N if r >= C.ROWS else 0)
-        ptrs = weight_ptr + row.to(tl.int64) * WIDTH + i * C.BLOCK + word
-        w = load_words(ptrs, i * C.BLOCK + word, WIDTH, (i + 1) * C.BLOCK)
-        tile += ((w, group_words(scale_ptr, stride, chunk, C.K, C.GROUP, row)),)
+        tile += ((row_words(weight_ptr, row, word, i, C), group_words(scale_ptr, stride, chunk, C.K, C.GROUP, row)),)
     return tile
 
 
@@ -253,7 +235,7 @@ def _rows(most: int, outputs: int, gpu: Gpu) -> int:
     return 1 << (fitting.bit_length() - 1)
 
 
-def rule(facts: ProductFacts, gpu: Gpu) -> FewTokensInt4Config:
+def rule(facts: ProductFacts, gpu: Gpu) -> GemvConfig:
     """It does not depend on T.
 
     A program of gate/up keeps x in registers, so a row is two tiles where 8 warps suffice. Those of down have about three. Words
@@ -262,12 +244,12 @@ def rule(facts: ProductFacts, gpu: Gpu) -> FewTokensInt4Config:
     pairs = cdiv(facts.K, INT4_CHUNK) * 16
     if facts.gated:
         warps = min(8, next_power_of_2(cdiv(pairs, 2 * _WARP_PAIRS)))
-        return FewTokensInt4Config(_rows(4, facts.k * facts.N, gpu), warps, 1)
+        return GemvConfig(_rows(4, facts.k * facts.N, gpu), warps, 1)
     rows, warps = _rows(4, facts.N, gpu), min(8, next_power_of_2(cdiv(facts.k * pairs, 3 * _WARP_PAIRS)))
-    return FewTokensInt4Config(rows, warps, 16 // rows)
+    return GemvConfig(rows, warps, 16 // rows)
 
 
-FAMILY = Family("experts_few_tokens_int4", FewTokensInt4Config, (__file__,), ("E", "k", "N", "K", "itemsize", "gated"), rule)
+FAMILY = Family("experts_few_tokens_int4", GemvConfig, (__file__,), ("E", "k", "N", "K", "itemsize", "gated"), rule)
 
 
 def suits(m: Mixture) -> bool:
@@ -276,25 +258,25 @@ def suits(m: Mixture) -> bool:
     return addresses % 4 == 0 and few_tokens.suits(m)
 
 
-def _constants(product: Product, c: FewTokensInt4Config, group: int, top_k: int, T: int) -> _Constants:
+def _constants(product: Product, c: GemvConfig, group: int, top_k: int, T: int) -> _Constants:
     K, rows, block = product.x.shape[1], 1 if product.gated else top_k, _WARP_PAIRS * c.num_warps  # rows: of a long row
     return _Constants(
-        K, top_k, group // 32, next_power_of_2(product.weight.shape[0]), c.rows, block,
+        K, top_k, group // 32, next_power_of_2(product.weight.shape[0]), c.block_n, block,
         min(c.tiles, cdiv(rows * cdiv(K, INT4_CHUNK) * 16, block)), T > 1,
     )  # fmt: skip
 
 
-def _registers(c: FewTokensInt4Config, gated: bool, device: torch.device, programs: int) -> int:
+def _registers(c: GemvConfig, gated: bool, device: torch.device, programs: int) -> int:
     """The most registers of a thread, with which all programs of one token fit on the SMs at once.
 
     At least what it needs: for the words in flight, for a tile of x, and 64 others.
     """
-    needed = 4 * c.rows * (2 if gated else 1) * c.tiles + 32 + 64
+    needed = 4 * c.block_n * (2 if gated else 1) * c.tiles + 32 + 64
     return max(min(needed, 255), most_registers(32 * c.num_warps * cdiv(programs, sm_count(device))))
 
 
 def gate_up(
-    product: Product, logits: Tensor, top_k: int, shared: SharedExpert | None = None, config: FewTokensInt4Config | None = None
+    product: Product, logits: Tensor, top_k: int, shared: SharedExpert | None = None, config: GemvConfig | None = None
 ) -> None:
     """As `few_tokens.gate_up`: x [T, H], weight words [E, 2I, ⌈H / 128⌉ · 32], scale words [E, groups, 2I] → out [T · k, I]."""
     if shared is not None:
@@ -302,7 +284,7 @@ def gate_up(
     weight, out, T, N = product.weight, product.out, len(logits), product.out.shape[1]
     E, (scale, group) = weight.shape[0], scale_words(product)
     c = config or FAMILY.lookup(out.device, product.facts(T, E, top_k))
-    programs = cdiv(N, c.rows)
+    programs = cdiv(N, c.block_n)
     _few_gate_up_int4_kernel[(T, programs, top_k)](
         product.x, product.norm, logits, weight.view(torch.int32), product.epilogue, out, scale.stride(0), scale.stride(1), E, N,
         C=_constants(product, c, group, top_k, T), maxnreg=_registers(c, True, out.device, programs * top_k),
@@ -312,13 +294,13 @@ def gate_up(
 
 def down(
     product: Product, logits: Tensor, top_k: int, normalize: bool, shared: SharedExpert | SharedOutput | None = None,
-    gate: Tensor | None = None, config: FewTokensInt4Config | None = None,
+    gate: Tensor | None = None, config: GemvConfig | None = None,
 ) -> Tensor:  # fmt: skip
     """As `few_tokens.down`: x [T · k, I], weight words [E, H, ⌈I / 128⌉ · 32], scale words [E, groups, H] → [T, H]."""
     x, weight, out, T, N = product.x, product.weight, product.out, len(logits), product.out.shape[1]
     E, (scale, group) = weight.shape[0], scale_words(product)
     c = config or FAMILY.lookup(out.device, product.facts(T, E, top_k))
-    programs = cdiv(N, c.rows)
+    programs = cdiv(N, c.block_n)
     _few_down_int4_kernel[(T, programs)](
         x, logits, weight.view(torch.int32), product.epilogue, shared, out, scale.stride(0), scale.stride(1), E, N,
         C=_constants(product, c, group, top_k, T), NORMALIZE=normalize, maxnreg=_registers(c, False, out.device, programs),

@@ -8,7 +8,7 @@ from torch import Tensor
 from minirt.errors import InputError
 from minirt.kernels.linear.product import Epilogue, Norm, Product
 from minirt.kernels.moe.router import LogitParts
-from minirt.kernels.reference import SharedExpert
+from minirt.kernels.reference import SharedExpert, weight_format
 from minirt.kernels.side_stream import SideStream
 
 
@@ -70,14 +70,9 @@ class Mixture(NamedTuple):
     @property
     def format(self) -> str:
         """The format of the experts' weights, as `regimes.Limits` names it."""
-        wide = self.h.element_size() == 4
-        if self.gate_up_scale is None:
-            return "fp32" if wide else "fp16"
-        if self.four_bits:
-            return "int4_fp32" if wide else "int4"
-        if self.gate_up_scale.ndim == 3:
-            return "fp8_blocks_fp32" if wide else "fp8_blocks"
-        return "fp8_fp32" if wide else "fp8"
+        itemsize = self.h.element_size()
+        form = weight_format(self.gate_up, self.gate_up_scale, itemsize)
+        return f"{form}_fp32" if itemsize == 4 and form.startswith("fp8") else form
 
     def aligned(self, n: int) -> bool:
         """Whether the addresses of the experts' weights and their rows, in bytes, are multiples of n, a power of two."""

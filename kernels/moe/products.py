@@ -5,7 +5,6 @@ The first product writes act(gate) · up for each pair, in the order of the tile
 needs atomics. Experts that no token uses are not read.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from minirt.kernels.compile.tuning import Family
 from minirt.kernels.fp8 import require_one_scale
 from minirt.kernels.launch import Gpu, cdiv, fit_stages, launch_options, next_power_of_2, shared_limit
 from minirt.kernels.linear.epilogue import finish, load_rows, load_tokens
-from minirt.kernels.linear.gemm import PROMOTE_AFTER, tile_sums
+from minirt.kernels.linear.gemm import PROMOTE_AFTER, GemmConfig, tile_sums
 from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.moe.mixture import SharedOutput
 from minirt.kernels.moe.route import FEW, Routing, token_regime
@@ -30,33 +29,22 @@ CASES = [
 ]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class ExpertsConfig:
-    """A launch configuration: rows and columns of a tile, the step in K, warps and pipeline stages."""
-
-    block_t: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-
-
 def block_t(T: int) -> int:
     """Rows of a tile for a step of T tokens. It changes only where `route.last_tokens` ends."""
     return 16 if T <= 64 else 32 if T <= 256 else 64 if T <= 1024 else 128
 
 
-def rule(facts: ProductFacts, gpu: Gpu) -> ExpertsConfig:
+def rule(facts: ProductFacts, gpu: Gpu) -> GemmConfig:
     rows, itemsize, gated = block_t(facts.T), facts.itemsize, facts.gated
     if itemsize == 4:
-        return ExpertsConfig(rows, 32, 32, 4, 1)
+        return GemmConfig(rows, 32, 32, 4, 1)
     columns, block_k = (64 if gated or rows == 16 else 128), 128 // itemsize
     stage_bytes = (rows + columns * (2 if gated else 1)) * block_k * itemsize
     stages = fit_stages(stage_bytes, shared_limit(gpu.capability) - 4096, 4)
-    return ExpertsConfig(rows, columns, block_k, 8 if rows == 128 else 4, stages)
+    return GemmConfig(rows, columns, block_k, 8 if rows == 128 else 4, stages)
 
 
-FAMILY = Family("experts", ExpertsConfig, (__file__,), ("T", "itemsize", "gated"), rule, tokens=token_regime)
+FAMILY = Family("experts", GemmConfig, (__file__,), ("T", "itemsize", "gated"), rule, tokens=token_regime)
 
 
 @compile_time
@@ -136,7 +124,7 @@ def _sum_experts_kernel(
     tl.store(out_ptr + t * H + h, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def launch(product: Product, routing: Routing, config: ExpertsConfig | None = None) -> Tensor:
+def launch(product: Product, routing: Routing, config: GemmConfig | None = None) -> Tensor:
     """With an activation: act(gate) · up of each pair, x [T, H] → out [T · k, I], in the order of `routing.order`.
     Without: x [T · k, I] in that order → out [T · k, H], rows in the order of pairs.
 

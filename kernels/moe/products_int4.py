@@ -4,7 +4,6 @@ The rows of an expert's weight are the tensor cores' left operand, its tokens th
 scale in fp32, so no weight is rounded, and a token's result does not depend on the other tokens.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import triton
@@ -15,7 +14,7 @@ from minirt.device import interpreting
 from minirt.kernels.compile.tuning import Family
 from minirt.kernels.launch import Gpu, cdiv, shared_limit
 from minirt.kernels.linear.epilogue import finish, load_rows
-from minirt.kernels.linear.int4 import CHUNK, DTYPES, load_columns, multiply_chunk
+from minirt.kernels.linear.int4 import CHUNK, DTYPES, Int4Config, load_chunk, multiply_chunk
 from minirt.kernels.linear.int4_words import group_words, scale_words
 from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.moe import products
@@ -28,32 +27,22 @@ CASES = [  # group: columns of a scale
 ]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class ExpertsInt4Config:
-    """A launch configuration: rows of the weight and tokens of a tile, warps and pipeline stages."""
-
-    block_n: int
-    block_t: int
-    num_warps: int
-    num_stages: int
-
-
 def block_t(T: int) -> int:
     """Rows of a tile for a step of T tokens. More than 64 would leave no registers for the sums of a group."""
     return min(products.block_t(T), 64)
 
 
-def rule(facts: ProductFacts, gpu: Gpu) -> ExpertsInt4Config:
+def rule(facts: ProductFacts, gpu: Gpu) -> Int4Config:
     """The tiles of `linear.int4` for as many tokens. They were not tuned for experts."""
     tokens = block_t(facts.T)
     if facts.itemsize == 4:
-        return ExpertsInt4Config(32, tokens, 4, 1)
+        return Int4Config(32, tokens, 4, 1)
     block_n, warps = (64, 8 if tokens == 64 else 4) if facts.gated else (128, 8 if tokens > 16 else 4)
     step = (block_n * 64 + 8 * block_n) * (2 if facts.gated else 1) + tokens * 2 * CHUNK  # bytes: words, scales, tokens
-    return ExpertsInt4Config(block_n, tokens, warps, max(1, min(3, (shared_limit(gpu.capability) - 4096) // step)))
+    return Int4Config(block_n, tokens, warps, max(1, min(3, (shared_limit(gpu.capability) - 4096) // step)))
 
 
-FAMILY = Family("experts_int4", ExpertsInt4Config, (__file__,), ("T", "itemsize", "gated"), rule, tokens=token_regime)
+FAMILY = Family("experts_int4", Int4Config, (__file__,), ("T", "itemsize", "gated"), rule, tokens=token_regime)
 
 
 @compile_time
@@ -81,7 +70,6 @@ def _experts_int4_kernel(x_ptr, weight_ptr, ep, out_ptr, routing, most, scale_ex
     GATED: tl.constexpr = ep.activation is not None
     ROWS: tl.constexpr = 2 if GATED else 1  # of the weight, for each output
     CHUNKS: tl.constexpr = (C.K + 128 - 1) // 128
-    MASKED: tl.constexpr = C.K % 128 != 0
     columns = tl.cdiv(N, C.BLOCK_N)
     tile = tl.program_id(0) // columns
     expert = tl.load(routing.tiles + tile)
@@ -104,22 +92,19 @@ def _experts_int4_kernel(x_ptr, weight_ptr, ep, out_ptr, routing, most, scale_ex
     acc_up = acc
     for chunk in tl.range(0, CHUNKS, num_stages=C.STAGES):
         k = chunk * 128
-        x0 = load_columns(x_ptrs, k, C.K, MASKED)
-        x1 = load_columns(x_ptrs, k + 32, C.K, MASKED)
-        x2 = load_columns(x_ptrs, k + 64, C.K, MASKED)
-        x3 = load_columns(x_ptrs, k + 96, C.K, MASKED)
+        x = load_chunk(x_ptrs, k, C.K)
         words = group_words(scales, scale_group, chunk, C.K, C.GROUP)
-        acc = multiply_chunk(tl.load(w_ptrs + k // 4), words, x0, x1, x2, x3, acc, C.GROUP, True, C.DTYPE, C.ASM)
+        acc = multiply_chunk(tl.load(w_ptrs + k // 4), words, x, acc, C.GROUP, True, C.DTYPE, C.ASM)
         if GATED:
             words = group_words(scales + N, scale_group, chunk, C.K, C.GROUP)
             w = tl.load(w_ptrs + (k // 4 + up))
-            acc_up = multiply_chunk(w, words, x0, x1, x2, x3, acc_up, C.GROUP, True, C.DTYPE, C.ASM)
+            acc_up = multiply_chunk(w, words, x, acc_up, C.GROUP, True, C.DTYPE, C.ASM)
     acc = finish(acc, acc_up, load_rows(ep, n[:, None], n[:, None] < N, N, False), (), (), ep)
     at = (place if GATED else pair).to(tl.int64)[None, :] * N + n[:, None]
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & valid[None, :])
 
 
-def launch(product: Product, routing: Routing, config: ExpertsInt4Config | None = None) -> Tensor:
+def launch(product: Product, routing: Routing, config: Int4Config | None = None) -> Tensor:
     """As `products.launch`, of words [E, rows, ⌈K / 128⌉ · 32] and scale words [E, groups, rows], see `int4_words`."""
     x, ep, (T, top_k), (_, N, K) = product.x, product.epilogue, routing.weights.shape, product.shape
     scale, group = scale_words(product)

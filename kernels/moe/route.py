@@ -256,14 +256,11 @@ def route(
 
     top_k: k, the experts of a token. normalize: divide a token's weights by their sum. block_t: rows of a tile.
     """
-    parts = None
-    if isinstance(logits, LogitParts):
-        parts, given, dtype = logits, logits.sums, logits.dtype
-        count, T, E = given.shape
-    else:
-        if check:
-            check_activations("logits", logits)
-        (T, E), given, dtype, count = logits.shape, logits, logits.dtype, 0
+    parts = logits if isinstance(logits, LogitParts) else None
+    given = logits.sums if isinstance(logits, LogitParts) else logits
+    if check and parts is None:
+        check_activations("logits", given)
+    (T, E), count = given.shape[-2:], 0 if parts is None else given.shape[0]
     if check and not 1 <= top_k <= E:
         raise InputError("wrong number", where="top_k", expected=f"from 1 to {E}", found=top_k)
     pairs = T * top_k
@@ -272,7 +269,7 @@ def route(
     def ints(*shape: int) -> Tensor:
         return given.new_empty(*shape, dtype=torch.int32)
 
-    weights = given.new_empty(T, top_k, dtype=dtype)
+    weights = given.new_empty(T, top_k, dtype=logits.dtype)
     routing = Routing(weights, ints(T, top_k), ints(pairs), ints(pairs), ints(3, most), ints(1), block_t)
     if T:
         counts, squares, hidden, eps = None, None, 1, 0.0

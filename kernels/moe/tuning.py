@@ -12,7 +12,7 @@ from minirt.kernels import reference
 from minirt.kernels.compile.tuning import Case, LinearShape, Prepared, register
 from minirt.kernels.launch import capability
 from minirt.kernels.linear.product import Epilogue, Product
-from minirt.kernels.linear.tuning import fp8_weight, launch_and_check, shape_facts
+from minirt.kernels.linear.tuning import launch_and_check, shape_facts, stored
 from minirt.kernels.moe import experts_sm90, few_tokens
 from minirt.kernels.moe.route import gather, route, token_regime
 
@@ -54,17 +54,12 @@ class _Inputs:
 
     def __init__(self, shape: LinearShape, T: int, E: int, device: torch.device) -> None:
         self._random, self.shape, self.device = torch.Generator(device).manual_seed(0), shape, device
-        rows = shape.rows
-        self.scale: Tensor | None = None
-        if shape.fp8:
-            self.weight = torch.empty(E, rows, shape.K, dtype=torch.float8_e4m3fn, device=device)
-            scales = []
-            for e in range(E):
-                self.weight[e], scale = fp8_weight(self.normal(rows, shape.K) / shape.K**0.5, shape)
-                scales.append(scale)
-            self.scale = torch.stack(scales)
-        else:
-            self.weight = self.normal(E, rows, shape.K) / shape.K**0.5
+        self.weight = torch.empty(E, shape.rows, shape.K, dtype=torch.float8_e4m3fn if shape.fp8 else shape.dtype, device=device)
+        scales: list[Any] = []
+        for e in range(E):  # in turn, as to quantize takes many temporary bytes for each weight
+            self.weight[e], scale = stored(self.normal(shape.rows, shape.K) / shape.K**0.5, shape)
+            scales.append(scale)
+        self.scale = torch.stack(scales) if shape.fp8 else None
         self.logits = [self.normal(T, E) for _ in range(_ROUTINGS)]
 
     def normal(self, *size: int) -> Tensor:

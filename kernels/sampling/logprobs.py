@@ -80,11 +80,10 @@ class LogprobsWorkspace:
     """Scratch memory of `token_logprobs` for up to `max_rows` rows of up to `vocab` logits."""
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device | str) -> None:
-        parts = max_rows * cdiv(vocab, BLOCK_V)
-        self.maxima = torch.empty(parts, dtype=torch.float32, device=device)
-        self.sums = torch.empty(parts, dtype=torch.float32, device=device)
-        self.larger = torch.empty(parts, dtype=torch.int32, device=device)
-        self.candidates = torch.empty(parts * MAX_TOP, dtype=torch.int64, device=device)
+        count, f32 = max_rows * cdiv(vocab, BLOCK_V), torch.float32
+        sizes = (count, f32), (count, f32), (count, torch.int32), (count * MAX_TOP, torch.int64)
+        # Of each part: its maximum, its sum of exponentials, how many logits are larger than the token's, the largest logits.
+        self.parts = tuple(torch.empty(size, dtype=dtype, device=device) for size, dtype in sizes)
 
 
 def token_logprobs(
@@ -101,12 +100,11 @@ def token_logprobs(
     check_tensor("wanted", wanted, (R,), torch.int32, logits.device)
     check_tensor("out", out, (R, 2 + 2 * MAX_TOP), torch.int32, logits.device)
     splits = cdiv(V, BLOCK_V)
-    w = workspace or LogprobsWorkspace(R, V, logits.device)
-    if w.maxima.numel() < R * splits:
-        raise InputError("too small", where="workspace", expected=f"{R * splits} parts", found=w.maxima.numel())
+    parts = (workspace or LogprobsWorkspace(R, V, logits.device)).parts
+    if len(parts[0]) < R * splits:
+        raise InputError("too small", where="workspace", expected=f"{R * splits} parts", found=len(parts[0]))
     if not R:
         return out
-    parts = (w.maxima, w.sums, w.larger, w.candidates)
     _parts_kernel[(splits, R)](logits, tokens, wanted, *parts, V, BLOCK=BLOCK_V)
     sizes = {"BLOCK_S": next_power_of_2(splits), "BLOCK_C": next_power_of_2(splits * MAX_TOP)}
     _combine_kernel[(R,)](logits, tokens, wanted, *parts, out, V, splits, **sizes)

@@ -1,4 +1,4 @@
-"""What a step with a draft model needs beside its layers, on the device, with the results of `draft_model_reference.py`.
+"""What a step with a draft model needs beside its layers, on the device, with the results of `reference.py`.
 
 CUDA graphs hold these kernels, so grids depend on the sizes of tensors only.
 """
@@ -14,13 +14,12 @@ from torch import Tensor
 from minirt.kernels.argmax import LOWEST, pack, sortable, token_of
 from minirt.kernels.launch import cdiv, next_power_of_2
 from minirt.kernels.prepared import compile_time, prepared
-from minirt.kernels.speculative.draft_model_reference import LEAST_TEMPERATURE, DraftTokens
+from minirt.kernels.speculative.reference import LEAST_TEMPERATURE, DraftTokens
 from minirt.kernels.step import table as words
+from minirt.kernels.step.kernels import FINAL_LEN, MATCHED, NEXT_TOKENS, NUM_CACHED, NUM_NEXT
 from minirt.kernels.step.table import Columns, Rows
 
-_NUM_CACHED, _NUM_NEXT, _FINAL_LEN = map(tl.constexpr, (words.NUM_CACHED, words.NUM_NEXT, words.FINAL_LEN))
 _PROMPT_LEN, _SEED, _TEMPERATURE = map(tl.constexpr, (words.PROMPT_LEN, words.SEED, words.TEMPERATURE))
-_MATCHED, _NEXT_TOKENS = map(tl.constexpr, (words.MATCHED, words.NEXT_TOKENS))
 _LEAST = tl.constexpr(LEAST_TEMPERATURE)
 _BLOCK = 256  # rows or sequences that a program handles at a time
 _BLOCK_V = 1024  # ids of a program
@@ -60,8 +59,8 @@ def _first_pass_kernel(
         slot = tl.load(slots_ptr + b)
         row_ptr = table_ptr + slot.to(tl.int64) * WORDS
         valid = (slot >= 0) & (first < end)
-        cached = tl.load(row_ptr + _NUM_CACHED, mask=valid, other=0)
-        following = tl.load(row_ptr + _NEXT_TOKENS, mask=valid, other=0)
+        cached = tl.load(row_ptr + NUM_CACHED, mask=valid, other=0)
+        following = tl.load(row_ptr + NEXT_TOKENS, mask=valid, other=0)
         start = tl.load(positions_ptr + first, mask=valid, other=0).to(tl.int32)
         stays = tl.where(valid, tl.minimum(tl.maximum(cached - start, 1), end - first), 1)
         last = tl.minimum(first + stays - 1, T - 1)
@@ -79,7 +78,7 @@ def _race_kernel(logits_ptr, names_ptr, table_ptr, slots_ptr, best_ptr, R, numbe
     split, b = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots_ptr + b)
     row_ptr = table_ptr + slot.to(tl.int64) * WORDS
-    cached = tl.load(row_ptr + _NUM_CACHED, mask=slot >= 0, other=0)
+    cached = tl.load(row_ptr + NUM_CACHED, mask=slot >= 0, other=0)
     prompt = tl.load(row_ptr + _PROMPT_LEN, mask=slot >= 0, other=0)
     temperature = tl.load(row_ptr + _TEMPERATURE, mask=slot >= 0, other=0).to(tl.float32, bitcast=True)
     low = tl.load(row_ptr + _SEED, mask=slot >= 0, other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
@@ -108,9 +107,9 @@ def _further(table_ptr, slots_ptr, b, inside, C):
     slot = tl.load(slots_ptr + b, mask=inside, other=-1)
     valid = slot >= 0
     row_ptr = table_ptr + slot.to(tl.int64) * C.WORDS
-    cached = tl.load(row_ptr + _NUM_CACHED, mask=valid, other=0)
-    following = tl.load(row_ptr + _NUM_NEXT, mask=valid, other=0)
-    final = tl.load(row_ptr + _FINAL_LEN, mask=valid, other=0)
+    cached = tl.load(row_ptr + NUM_CACHED, mask=valid, other=0)
+    following = tl.load(row_ptr + NUM_NEXT, mask=valid, other=0)
+    final = tl.load(row_ptr + FINAL_LEN, mask=valid, other=0)
     left = C.PAGE_SIZE - 1 - (cached + C.PAGE_SIZE - 1) % C.PAGE_SIZE  # rows in the page of the last cached token
     room = tl.minimum(tl.minimum(final - 2 - cached, C.MOST), 1 + left)
     return slot, valid & (following > 0), cached, room
@@ -129,10 +128,10 @@ def _draw_kernel(table_ptr, slots_ptr, best_ptr, names_ptr, out, number, SPLITS,
     if names_ptr is not None:
         draft = tl.load(names_ptr + draft).to(tl.int32)
     drawn = live & (room >= number)
-    tl.store(row_ptr + _NEXT_TOKENS + number, draft, mask=drawn)
+    tl.store(row_ptr + NEXT_TOKENS + number, draft, mask=drawn)
     count = tl.minimum(tl.maximum(room, 0), number)
-    tl.store(row_ptr + _NUM_NEXT, 1 + count, mask=live)
-    tl.store(row_ptr + _MATCHED, count, mask=live)
+    tl.store(row_ptr + NUM_NEXT, 1 + count, mask=live)
+    tl.store(row_ptr + MATCHED, count, mask=live)
     goes_on = live & (room > number)
     position = cached + number - 1
     page = tl.load(row_ptr + C.PAGE_TABLES + position // C.PAGE_SIZE, mask=goes_on, other=0).to(tl.int64)
@@ -150,7 +149,7 @@ def _draw_kernel(table_ptr, slots_ptr, best_ptr, names_ptr, out, number, SPLITS,
 
 
 def first_pass(table: Tensor, rows: Rows, input_ids: Tensor, positions: Tensor, query_starts: Tensor) -> tuple[Tensor, Tensor]:
-    """`draft_model_reference.first_pass`, in one launch."""
+    """`reference.first_pass`, in one launch."""
     B, T = rows.slots.shape[0], input_ids.shape[0]
     ids, last = torch.empty_like(input_ids), torch.empty(B, dtype=torch.int64, device=table.device)
     _first_pass_kernel[(B + 1,)](
@@ -163,7 +162,7 @@ def draw(
     logits: Tensor, ids: Tensor | None, table: Tensor, columns: Columns, rows: Rows, out: DraftTokens, *, number: int, most: int,
     page_size: int, kv_split: int,
 ) -> None:  # fmt: skip
-    """`draft_model_reference.draw`, in two launches. Where two ids come close in the race, it may draw the other one."""
+    """`reference.draw`, in two launches. Where two ids come close in the race, it may draw the other one."""
     B, R = logits.shape
     splits = cdiv(R, _BLOCK_V)
     if B:

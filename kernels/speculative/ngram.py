@@ -15,11 +15,9 @@ from torch import Tensor
 from minirt.kernels.launch import next_power_of_2
 from minirt.kernels.prepared import compile_time, prepared
 from minirt.kernels.speculative import limits, reference
-from minirt.kernels.step import table as words
+from minirt.kernels.step.kernels import FINAL_LEN, MATCHED, NEXT_TOKENS, NUM_CACHED, NUM_NEXT
 from minirt.kernels.step.table import Columns, Rows
 
-_NUM_CACHED, _NUM_NEXT, _FINAL_LEN = map(tl.constexpr, (words.NUM_CACHED, words.NUM_NEXT, words.FINAL_LEN))
-_MATCHED, _NEXT_TOKENS = map(tl.constexpr, (words.MATCHED, words.NEXT_TOKENS))
 _MAX_HISTORY = tl.constexpr(limits.MAX_HISTORY)
 _BLOCK = 4096  # places that a program looks at together
 _NUM_WARPS = 16
@@ -41,7 +39,7 @@ class _Constants(NamedTuple):
 
 @functools.cache
 def _constants(columns: Columns, most: int, shortest: int, longest: int) -> _Constants:
-    reference.check(columns, most, shortest, longest)
+    reference.check_matching(columns, most, shortest, longest)
     sizes = columns.words, columns.tokens, columns.history
     return _Constants(*sizes, most, shortest, longest, _BLOCK, next_power_of_2(most))
 
@@ -53,9 +51,9 @@ def _ngram_kernel(table_ptr, slots_ptr, C):
     slot = tl.load(slots_ptr + tl.program_id(0))
     valid = slot >= 0
     row_ptr = table_ptr + slot.to(tl.int64) * C.WORDS
-    cached = tl.load(row_ptr + _NUM_CACHED, mask=valid, other=0)
-    following = tl.load(row_ptr + _NUM_NEXT, mask=valid, other=0)
-    final = tl.load(row_ptr + _FINAL_LEN, mask=valid, other=0)
+    cached = tl.load(row_ptr + NUM_CACHED, mask=valid, other=0)
+    following = tl.load(row_ptr + NUM_NEXT, mask=valid, other=0)
+    final = tl.load(row_ptr + FINAL_LEN, mask=valid, other=0)
     live = valid & (following != 0) & (cached < C.HISTORY)
     length = tl.where(live, cached, 0)  # number of places at which a match may end
     last_ptr = row_ptr + C.TOKENS + cached
@@ -79,9 +77,9 @@ def _ngram_kernel(table_ptr, slots_ptr, C):
     i = tl.arange(0, C.BLOCK_DRAFTS)
     inside = i < count
     drafts = tl.load(last_ptr - back + i % (back + 1), mask=inside, other=0)
-    tl.store(row_ptr + _NEXT_TOKENS + 1 + i, drafts, mask=inside)
-    tl.store(row_ptr + _NUM_NEXT, 1 + count, mask=live)
-    tl.store(row_ptr + _MATCHED, tl.where(count > 0, matched, 0), mask=live)
+    tl.store(row_ptr + NEXT_TOKENS + 1 + i, drafts, mask=inside)
+    tl.store(row_ptr + NUM_NEXT, 1 + count, mask=live)
+    tl.store(row_ptr + MATCHED, tl.where(count > 0, matched, 0), mask=live)
 
 
 def propose(table: Tensor, columns: Columns, rows: Rows, *, most: int, shortest: int, longest: int) -> None:

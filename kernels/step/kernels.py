@@ -19,10 +19,11 @@ from minirt.kernels.sampling.batch import COLUMNS, SamplingBatch
 from minirt.kernels.step import table as words
 from minirt.kernels.step.table import Columns, Rows, StepTensors
 
-_NUM_CACHED, _NUM_NEXT, _FINAL_LEN = map(tl.constexpr, (words.NUM_CACHED, words.NUM_NEXT, words.FINAL_LEN))
-_PROMPT_LEN, _LOGPROBS, _SEED = map(tl.constexpr, (words.PROMPT_LEN, words.LOGPROBS, words.SEED))
-_TEMPERATURE, _COLUMNS = map(tl.constexpr, (words.TEMPERATURE, len(COLUMNS)))
-_NEXT_TOKENS, _RULED, _MATCHED = map(tl.constexpr, (words.NEXT_TOKENS, words.RULED, words.MATCHED))
+# The words of a row, as kernels take them.
+NUM_CACHED, NUM_NEXT, FINAL_LEN = map(tl.constexpr, (words.NUM_CACHED, words.NUM_NEXT, words.FINAL_LEN))
+PROMPT_LEN, LOGPROBS, SEED = map(tl.constexpr, (words.PROMPT_LEN, words.LOGPROBS, words.SEED))
+TEMPERATURE, NEXT_TOKENS, RULED, MATCHED = map(tl.constexpr, (words.TEMPERATURE, words.NEXT_TOKENS, words.RULED, words.MATCHED))
+_COLUMNS = tl.constexpr(len(COLUMNS))
 _EDITING = 32  # programs that apply edits
 _EDIT_BLOCK = 1024  # words that a program writes at a time
 _BLOCK = 256  # sequences, pages or tokens that a program handles at a time
@@ -84,9 +85,9 @@ def _sequences(table_ptr, rows, b, end, C):
     valid = slot >= 0
     going_on = valid & (start < 0)
     row_ptr = table_ptr + slot.to(tl.int64) * C.WORDS
-    cached = tl.load(row_ptr + _NUM_CACHED, mask=going_on, other=0)
-    following = tl.load(row_ptr + _NUM_NEXT, mask=going_on, other=0)
-    final = tl.load(row_ptr + _FINAL_LEN, mask=going_on, other=0)
+    cached = tl.load(row_ptr + NUM_CACHED, mask=going_on, other=0)
+    following = tl.load(row_ptr + NUM_NEXT, mask=going_on, other=0)
+    final = tl.load(row_ptr + FINAL_LEN, mask=going_on, other=0)
     most = tl.maximum(tl.minimum(count, tl.minimum(following, final - 1 - cached)), 1)
     start = tl.where(going_on, cached, start)
     count = tl.where(going_on, most, count)
@@ -152,12 +153,12 @@ def _derive_rest(table_ptr, rows, out, settings, b, B, T, R, Q, part, parts, C):
     slot, going_on, start, count, logits, draws = _sequences(table_ptr, rows, b, B, C)
     valid, row_ptr = slot >= 0, table_ptr + slot.to(tl.int64) * C.WORDS
     # Loads come before the sums, and the sums' first block before their loop, so that the memory's latencies overlap.
-    prompt_len, logprobs = tl.load(row_ptr + _PROMPT_LEN, mask=valid), tl.load(row_ptr + _LOGPROBS, mask=valid)
+    prompt_len, logprobs = tl.load(row_ptr + PROMPT_LEN, mask=valid), tl.load(row_ptr + LOGPROBS, mask=valid)
     values = ()
     for column in tl.static_range(_COLUMNS):
-        values += (tl.load(row_ptr + _TEMPERATURE + column, mask=valid),)
-    low, high = tl.load(row_ptr + _SEED, mask=valid), tl.load(row_ptr + _SEED + 1, mask=valid)
-    ruled = tl.load(row_ptr + _RULED, mask=valid)
+        values += (tl.load(row_ptr + TEMPERATURE + column, mask=valid),)
+    low, high = tl.load(row_ptr + SEED, mask=valid), tl.load(row_ptr + SEED + 1, mask=valid)
+    ruled = tl.load(row_ptr + RULED, mask=valid)
     first_token, first_given, first_split, first_logits, first_draw = _sums(table_ptr, rows, 0, b, C)
     for block in range(C.BLOCK, b, C.BLOCK):
         sums = _sums(table_ptr, rows, block, b, C)
@@ -179,7 +180,7 @@ def _derive_rest(table_ptr, rows, out, settings, b, B, T, R, Q, part, parts, C):
             inside = offset < count
             position, to = start + offset, first_token + offset
             page = tl.load(row_ptr + C.PAGE_TABLES + position // C.PAGE_SIZE, mask=inside, other=0)
-            following = tl.load(row_ptr + _NEXT_TOKENS + offset, mask=offset < num_following, other=0)
+            following = tl.load(row_ptr + NEXT_TOKENS + offset, mask=offset < num_following, other=0)
             given = tl.load(rows.tokens + first_given + offset, mask=offset < num_given, other=0)
             token = tl.where(going_on, following, given)
             tl.store(out.tokens + to, token, mask=inside)
@@ -242,9 +243,9 @@ def _commit(table_ptr, rows, seq_lens_ptr, drawn_ptr, result_ptr, stride, tiles,
     length = tl.load(seq_lens_ptr + b)
     row_ptr = table_ptr + slot.to(tl.int64) * C.WORDS
     valid = slot >= 0
-    cached = tl.load(row_ptr + _NUM_CACHED, mask=valid, other=0)
-    following = tl.load(row_ptr + _NUM_NEXT, mask=valid, other=0)
-    final = tl.load(row_ptr + _FINAL_LEN, mask=valid, other=0)
+    cached = tl.load(row_ptr + NUM_CACHED, mask=valid, other=0)
+    following = tl.load(row_ptr + NUM_NEXT, mask=valid, other=0)
+    final = tl.load(row_ptr + FINAL_LEN, mask=valid, other=0)
     first = _draws_before(rows, 0, b, C)
     for block in range(C.BLOCK, b, C.BLOCK):
         first += _draws_before(rows, block, b, C)
@@ -259,7 +260,7 @@ def _commit(table_ptr, rows, seq_lens_ptr, drawn_ptr, result_ptr, stride, tiles,
             drawn = tl.where(i == draw, greedy_token(best).to(tl.int32), drawn)
     else:
         drawn = tl.load(drawn_ptr + first + i, mask=i < count, other=-1).to(tl.int32)
-    drafts = tl.load(row_ptr + _NEXT_TOKENS + 1 + i, mask=i + 1 < count, other=-1)
+    drafts = tl.load(row_ptr + NEXT_TOKENS + 1 + i, mask=i + 1 < count, other=-1)
     # Drafts from the first wrong one on do not count. The draw after the last valid draft has none.
     right = tl.min(tl.where((i + 1 < count) & (drawn >= 0) & (drawn == drafts), C.BLOCK_DRAWS, i), 0)
     token = tl.sum(tl.where(i == right, drawn, 0), 0)
@@ -271,10 +272,10 @@ def _commit(table_ptr, rows, seq_lens_ptr, drawn_ptr, result_ptr, stride, tiles,
         tl.store(drawn_ptr + first + i, -1, mask=(i > tl.where(yields, right, -1)) & (i < tl.where(slot >= 0, draws, 0)))
     unusable = yields & (token < 0)
     length = tl.where(yields, length - (count - 1 - right), length)
-    tl.store(row_ptr + _NUM_CACHED, length, mask=valid & (unusable == 0))
+    tl.store(row_ptr + NUM_CACHED, length, mask=valid & (unusable == 0))
     following = tl.where(unusable, 0, (length + 1 < final).to(tl.int32))
-    tl.store(row_ptr + _NUM_NEXT, following, mask=yields)
-    tl.store(row_ptr + _NEXT_TOKENS, token, mask=yields & (unusable == 0))
+    tl.store(row_ptr + NUM_NEXT, following, mask=yields)
+    tl.store(row_ptr + NEXT_TOKENS, token, mask=yields & (unusable == 0))
     if C.HISTORY:
         tl.store(row_ptr + C.TOKENS + length, token, mask=yields & (unusable == 0) & (length < C.HISTORY))
 
@@ -303,15 +304,15 @@ def _report_kernel(table_ptr, slots_ptr, out_ptr, vocab, C):
     b = tl.program_id(0)
     slot = tl.load(slots_ptr + b)
     row_ptr, to_ptr = table_ptr + slot.to(tl.int64) * C.WORDS, out_ptr + b.to(tl.int64) * (2 + C.DRAFTS)
-    following = tl.load(row_ptr + _NUM_NEXT, mask=slot >= 0, other=0)
-    matched = tl.load(row_ptr + _MATCHED, mask=slot >= 0, other=0)
+    following = tl.load(row_ptr + NUM_NEXT, mask=slot >= 0, other=0)
+    matched = tl.load(row_ptr + MATCHED, mask=slot >= 0, other=0)
     i = tl.arange(0, C.BLOCK_DRAWS)
-    drafts = tl.load(row_ptr + _NEXT_TOKENS + 1 + i, mask=i + 1 < following, other=0)
+    drafts = tl.load(row_ptr + NEXT_TOKENS + 1 + i, mask=i + 1 < following, other=0)
     tl.store(to_ptr, matched)
     tl.store(to_ptr + 1, following)
     tl.store(to_ptr + 2 + i, drafts, mask=i < C.DRAFTS)
     wrong = (i < C.DRAFTS) & ((drafts < 0) | (drafts >= vocab))
-    tl.store(row_ptr + _NEXT_TOKENS + 1 + i, 0, mask=wrong)
+    tl.store(row_ptr + NEXT_TOKENS + 1 + i, 0, mask=wrong)
 
 
 def edit_table(table: Tensor, edits: Tensor, values: Tensor, count: Tensor) -> None:

@@ -111,19 +111,23 @@ def _memory_lines(memory: "MemoryPlan", length: int, one: int, moved: int, budge
 def _special_kernels(model: "Model") -> list[str]:
     """The kernels that only this GPU's compute capability has, and that a layer of the model uses."""
     from minirt.device import compute_capability
-    from minirt.kernels.regimes import SPECIAL_KERNELS
+    from minirt.kernels.hopper.limits import ATTENTION, CAPABILITY, EXPERTS, LINEAR
 
-    major, minor = compute_capability(model.device)
-    kernels = SPECIAL_KERNELS.get(10 * major + minor, {})
-    operations = _operations(model) if kernels else set()
-    return [
-        name for name, (operation, formats, sizes) in kernels.items()
-        if any(used == operation and form in formats and (not sizes or size in sizes) for used, form, size in operations)
+    if divmod(CAPABILITY, 10) != compute_capability(model.device):
+        return []
+    operations = _operations(model)
+    kernels = [
+        name for name, limits in ATTENTION.items()
+        if any(used == "attention" and form in limits.formats and size in limits.head_dims for used, form, size in operations)
     ]  # fmt: skip
+    for operation, table in (("experts", EXPERTS), ("linear", LINEAR)):
+        formats = {form for used, form, _ in operations if used == operation}
+        kernels += [name for name, limits in table.items() if not formats.isdisjoint(limits.formats)]
+    return sorted(kernels)
 
 
 def _operations(model: "Model") -> set[tuple[str, str, int]]:
-    """(operation, format, head size or 0) of what runs on Triton, named as in `SPECIAL_KERNELS`."""
+    """(operation, format, head size or 0) of what runs on Triton, the format as in `minirt.kernels.regimes`."""
     wide, operations = "_fp32" if model.dtype.itemsize > 2 else "", set()
     on_triton = {row.layer for row in model.plan.rows if row.implementation == "triton"}
     for layer in (layer for layer in model.unique_layers() if layer.name in on_triton):

@@ -14,6 +14,7 @@ from minirt.cli.output import json_line, write
 from minirt.cli.report import print_report, progress_of, report_options, words_of
 from minirt.cli.settings import options_of
 from minirt.errors import DeviceError, InputError
+from minirt.files import cache_folder
 from minirt.settings import setting
 
 if TYPE_CHECKING:
@@ -180,9 +181,9 @@ def _stored(device: "torch.device", as_json: bool) -> str:
         for path, kernels in by_file.items():
             plain = {name: {bucket: asdict(config) for bucket, config in configs.items()} for name, configs in kernels.items()}
             files.append({"path": str(path), "this_gpu": path == this, "kernels": plain})
-        return json_line({"folder": str(tuning.folder()), "files": files})
+        return json_line({"folder": str(cache_folder()), "files": files})
     if not by_file:
-        return f"nothing is stored in {tuning.folder()}\n"
+        return f"nothing is stored in {cache_folder()}\n"
     lines = []
     for path, kernels in by_file.items():
         lines.append(f"{path}{' (this GPU)' if path == this else ''}")

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from minirt.errors import ConfigError
-from minirt.kernels import reference
+from minirt.kernels.reference import linear
+from minirt.kernels.speculative import reference
 from minirt.layers.base import Forward, LinearOp, register, triton_unsupported
 from minirt.layers.embedding import Embedding
 from minirt.modeling.config import ModelConfig
@@ -57,9 +58,8 @@ def eager(layer: DraftInput) -> Forward:
 
     def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
         hidden = layer.require(batch.hidden)
-        token = reference.embedding(batch.input_ids, table.weight)
-        token, hidden = reference.rms_norm(token, norm_embedding.weight, eps), reference.rms_norm(hidden, norm_hidden.weight, eps)
-        return reference.linear(torch.cat((token, hidden), 1), fc.weight)
+        both = reference.draft_input(batch.input_ids, table.weight, hidden, norm_embedding.weight, norm_hidden.weight, eps)
+        return linear(both, fc.weight)
 
     return forward
 

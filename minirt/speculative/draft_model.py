@@ -17,8 +17,8 @@ from torch import Tensor
 from minirt.device import is_nvidia
 from minirt.errors import UnsupportedError
 from minirt.kernels.attention.limits import KV_SPLIT
-from minirt.kernels.speculative import draft_model_reference
-from minirt.kernels.speculative.draft_model_reference import DraftTokens
+from minirt.kernels.speculative import reference
+from minirt.kernels.speculative.reference import DraftTokens
 from minirt.kernels.step.table import Columns, Rows
 from minirt.step.batch import Batch
 from minirt.step.kv_cache import KVCache
@@ -123,7 +123,7 @@ def _buffers(count: int, device: torch.device) -> DraftTokens:
 def _forms(device: torch.device) -> ModuleType:
     """The kernels, or their eager forms."""
     if not is_nvidia(device):
-        return draft_model_reference
+        return reference
     from minirt.kernels.speculative import draft_model
 
     return draft_model

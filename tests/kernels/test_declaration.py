@@ -128,5 +128,5 @@ def test_every_name_of_a_declaration_is_bound(name):
         assert set(compile(axis, "axis", "eval").co_names) <= sizes
     arguments = {argument.name for argument in declaration.arguments}
     for argument in tensors:
-        named = {*re.findall(r"(?:of|with) (\w+)", argument.type), argument.together or declaration.first}
+        named = {*re.findall(r"(?:of|with) ([\w.]+)", argument.type), argument.together or declaration.first}
         assert named <= arguments

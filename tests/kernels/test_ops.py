@@ -19,7 +19,7 @@ from minirt.bench import bounds
 from minirt.bench.kernels import declared
 from minirt.errors import InputError, UnsupportedError
 from minirt.kernels import ops, reference
-from minirt.kernels.operations import OPERATIONS, find
+from minirt.kernels.operations import OPERATIONS
 from minirt.nn import functional
 
 PACKED = ["packed_norm_linear", "packed_norm_gate_up"]
@@ -61,7 +61,7 @@ def arguments(name, dtype, make, device):
         return torch.tensor(values, dtype=like, device=device)
 
     operation = OPERATIONS.get(name)
-    cases = find(operation.cases)[:2] if operation and operation.cases else []
+    cases = operation.find(operation.cases)[:2] if operation and operation.cases else []
     if cases and declared.is_declared(operation, cases[0]):
         for case in (*cases, {**cases[0], "T": 0}):
             yield from declared_arguments(operation, case, t)
@@ -187,7 +187,7 @@ def check_equal_codes(result, expected, most):
 def test_every_operation_has_an_op_or_a_reason():
     """Catches a new operation that is forgotten here, and a schema that no implementation serves."""
     for name, operation in OPERATIONS.items():
-        assert operation.arguments is not None or operation.no_op is not None, name
+        assert operation.arguments or operation.no_op, name
     assert set(ops.IMPLEMENTATIONS) == set(HAS_OP)
 
 

@@ -1,23 +1,24 @@
 """The tables of regimes, and what is stated about them elsewhere."""
 
+from dataclasses import replace
 from importlib import import_module
 
-from minirt.kernels.regimes import SPECIAL_KERNELS, TABLES, up_to
+from minirt.kernels.hopper.limits import ATTENTION, CAPABILITY, EXPERTS, LINEAR
+from minirt.kernels.regimes import TABLES, up_to
 
 
-def test_special_kernels_are_those_of_the_tables():
+def test_limits_of_hopper_are_those_of_the_tables():
+    """Every kernel that is for one capability takes its limits from there. Some regimes are for part of a kernel's head sizes."""
     regimes = [regime for module, name in TABLES for regime in getattr(import_module(module), name)]
-    declared = {}
-    for regime in regimes:
-        if regime.capability is not None and regime.limits is not None:
-            limits, kernels = regime.limits, declared.setdefault(regime.capability, {})
-            formats, head_dims = kernels.get(regime.kernel, (set(), set()))
-            kernels[regime.kernel] = formats | {*limits.formats}, head_dims | {*getattr(limits, "head_dims", ())}
-    stated = {
-        capability: {name: ({*formats}, {*head_dims}) for name, (_, formats, head_dims) in kernels.items()}
-        for capability, kernels in SPECIAL_KERNELS.items()
-    }
-    assert stated == declared
+    head_dims = {}
+    for regime in (regime for regime in regimes if regime.capability is not None and regime.limits is not None):
+        limits = (ATTENTION | EXPERTS | LINEAR)[regime.kernel]
+        of_regime = head_dims.setdefault(regime.kernel, set())
+        if regime.kernel in ATTENTION:
+            of_regime |= {*regime.limits.head_dims}
+            limits = replace(limits, head_dims=regime.limits.head_dims)
+        assert (regime.capability, regime.limits) == (CAPABILITY, limits)
+    assert head_dims == {name: {*getattr(one, "head_dims", ())} for name, one in (ATTENTION | EXPERTS | LINEAR).items()}
 
 
 UNDECLARED = {"EARLY", "PREFILL_SEQUENCES", "CHUNK_PROMPTS"}  # tables of sizes, not of kernels

@@ -176,8 +176,7 @@ def wrong(module, name, change):
 
 
 def swapped_halves(original, args, options):
-    args[3] = torch.cat(args[3].chunk(2)[::-1])
-    return original(*args, **options)
+    return original(*args, **options | {"weight": torch.cat(options["weight"].chunk(2)[::-1])})
 
 
 def turned_backwards(original, args, options):

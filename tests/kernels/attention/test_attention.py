@@ -57,15 +57,21 @@ def test_few_new_tokens_have_one_kernel(make, cache, nan, device, monkeypatch):
     """Catches drafts that are computed as prompts, or twice, and a kernel that combines where there is nothing to combine."""
     ran = []
 
-    def record(name, function):
-        return lambda a, *rest: ran.append(name) or function(a, *rest)
+    def record(name):
+        function = getattr(dispatch, name)
 
-    for name in ("_few", "_decode", "_prefill", "combine"):
-        monkeypatch.setattr(dispatch, name, record(name, getattr(dispatch, name)))
+        def recording(a, *rest):
+            ran.append(rest[0][-1].kernel if name == "_by_splits" else name)
+            return function(a, *rest)
+
+        monkeypatch.setattr(dispatch, name, recording)
+
+    for name in ("_by_splits", "_prefill", "combine"):
+        record(name)
     a, *_ = step([60, 9, 64], [5, 1, 8], make, cache, nan, device)
     for bound, longest, expected in (
-        (8, 64, ["_few"]), (8, 65, ["_few", "combine"]), (2, None, ["_few", "combine"]),
-        (9, 64, ["_decode", "combine", "_prefill"]), (None, 64, ["_decode", "combine", "_prefill"]),
+        (8, 64, ["decode_few"]), (8, 65, ["decode_few", "combine"]), (2, None, ["decode_few", "combine"]),
+        (9, 64, ["decode", "combine", "_prefill"]), (None, 64, ["decode", "combine", "_prefill"]),
     ):  # fmt: skip
         ran.clear()
         attention(a._replace(max_query_len=bound, max_seq_len=longest))

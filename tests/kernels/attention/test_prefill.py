@@ -212,7 +212,7 @@ def test_hopper_takes_long_batches_of_16_bits(monkeypatch):
         numbers = torch.zeros(1, 1, dtype=torch.int32)
         sequences = Sequences(numbers, numbers[0], query_starts=numbers[0])
         a = AttentionInput(q, KVPages(pages, pages), sequences, Scores(1.0), q)
-        return dispatch.prefill_regime(a).kernel == "prefill_sm90"
+        return dispatch.regime(dispatch.PREFILL, a.heads.shape[0], a).kernel == "prefill_sm90"
 
     assert [suits(T, 128) for T in (511, 512)] == [suits(T, 64) for T in (1023, 1024)] == [False, True]
     assert not suits(2048, 128, torch.float32, torch.float32)

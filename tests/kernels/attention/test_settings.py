@@ -14,7 +14,7 @@ from minirt.errors import InputError
 from minirt.kernels import reference
 from minirt.kernels.attention import decode_few, prefill_sm90, rope_write
 from minirt.kernels.attention.checks import check_decode
-from minirt.kernels.attention.dispatch import attention, decode_regime
+from minirt.kernels.attention.dispatch import DECODE, attention, regime
 from minirt.kernels.attention.limits import HEAD_DIMS
 from minirt.kernels.attention.operands import AttentionInput, KVPages, Rope, Scores, Sequences
 
@@ -251,5 +251,5 @@ def test_hopper_decodes_every_setting(setting, step, half_dtype, make, cache, na
     """Catches a setting that sends heads of 128 and 256 channels to the kernel for any GPU without need."""
     a = problem(setting, step, half_dtype, False, make, cache, nan, device)
     if step != "few" and torch.cuda.get_device_capability(device)[0] == 9:
-        assert decode_regime(a).kernel == "decode_sm90"
+        assert regime(DECODE, a.num_seqs, a).kernel == "decode_sm90"
     check(setting, step, a, agrees)

@@ -38,7 +38,7 @@ from minirt.kernels.sampling.dispatch import token_logprobs
 from minirt.kernels.sampling.filters import SamplingWorkspace
 from minirt.kernels.speculative import draft_model, ngram
 from minirt.kernels.speculative.draft_input import draft_input
-from minirt.kernels.speculative.draft_model_reference import DraftTokens
+from minirt.kernels.speculative.reference import DraftTokens
 from minirt.kernels.step import copies
 from minirt.kernels.step import kernels as step
 from minirt.kernels.step.rows import RowTable

@@ -197,7 +197,7 @@ def test_a_name_is_registered_once(family, monkeypatch):
 
 def test_the_folder_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("MINIRT_CACHE", str(tmp_path))
-    assert tuning.folder() == tmp_path
+    assert tuning.cache_folder() == tmp_path
     monkeypatch.delenv("MINIRT_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert tuning.folder() == tmp_path / "minirt"
+    assert tuning.cache_folder() == tmp_path / "minirt"

@@ -470,7 +470,7 @@ def test_wrong_operands_are_named(make, device):
         "weights.A_log: wrong dtype": {"weights": w._replace(A_log=w.A_log.double())},
         "state.recurrent: wrong dtype": {"state": state._replace(recurrent=state.recurrent.double())},
         "state.conv: wrong shape": {"state": state._replace(conv=state.conv[:, :3].contiguous())},
-        "Dk: wrong size": {"state": state._replace(recurrent=torch.zeros(2, 4, 24, 16, device=device))},
+        "recurrent: unsupported head size": {"state": state._replace(recurrent=torch.zeros(2, 4, 24, 16, device=device))},
         "state.gates, state.folded": {"state": state._replace(folded=torch.zeros(2, 4, dtype=torch.int32, device=device))},
         "sequences.seq_lens: wrong shape": {"sequences": GatedDeltaSequences(ints, ints, ints[:1])},
         "sequences.snapshots: wrong shape": {"sequences": GatedDeltaSequences(ints, ints[1:], ints[:1], ints)},

@@ -10,9 +10,10 @@ from support.experts import four_bits
 
 from minirt.kernels import reference
 from minirt.kernels.launch import Gpu
+from minirt.kernels.linear.gemv import GemvConfig
 from minirt.kernels.linear.product import Epilogue, Norm, Product, ProductFacts
 from minirt.kernels.moe import few_tokens_int4
-from minirt.kernels.moe.few_tokens_int4 import CASES, MOST, FewTokensInt4Config
+from minirt.kernels.moe.few_tokens_int4 import CASES, MOST
 from minirt.kernels.moe.mixture import SharedOutput
 
 EPS = 1e-6
@@ -60,10 +61,10 @@ def test_few_tokens(case, T, dtype, make, nan, agrees):
 def test_any_configuration(sizes, k, H, inter, dtype, make, nan, agrees):
     """Programs of 1 to 8 outputs, of which the last have fewer; two tiles, the second with an end of K that is ragged, in flight
     together or not; tiles of down that begin in one expert and end in the second or fifth next; with a norm and without."""
-    config = FewTokensInt4Config(*sizes)
-    case = {"E": 7, "k": k, "H": H, "I": inter, "group": 32 if config.rows in (1, 4) else 128}
+    config = GemvConfig(*sizes)
+    case = {"E": 7, "k": k, "H": H, "I": inter, "group": 32 if config.block_n in (1, 4) else 128}
     x, norm, *rest = operands(make, case, dtype, 2)
-    check((x, None if config.rows == 2 else norm, *rest), k, True, "silu", nan, agrees, config)
+    check((x, None if config.block_n == 2 else norm, *rest), k, True, "silu", nan, agrees, config)
 
 
 @pytest.mark.parametrize("sms", [132, 20])
@@ -72,7 +73,7 @@ def test_configurations(sms):
     shapes = ((768, 2048, True), (2048, 768, False), (512, 4096, True), (7168, 2048, False), (2048, 7168, True), (9, 40, True))
     for N, K, gated in shapes:
         (c,) = {few_tokens_int4.rule(ProductFacts(T, N, K, 2, gated, E=128, k=8), Gpu(90, sms)) for T in range(1, MOST + 1)}
-        rows = c.rows * (2 if gated else 1)
-        assert c.rows in (1, 2, 4, 8)
+        rows = c.block_n * (2 if gated else 1)
+        assert c.block_n in (1, 2, 4, 8)
         assert 4 * rows * c.tiles <= 64
         assert not gated or c.num_warps >= K / 16 / 128

@@ -10,10 +10,10 @@ import torch
 
 from minirt.errors import InputError
 from minirt.kernels import reference
+from minirt.kernels.linear.gemm import GemmConfig
 from minirt.kernels.linear.product import Epilogue, Norm, Product
 from minirt.kernels.moe import few_tokens, products
 from minirt.kernels.moe.dispatch import mixture_residual
-from minirt.kernels.moe.products import ExpertsConfig
 from minirt.kernels.moe.route import route
 from minirt.kernels.quantize import quantize
 
@@ -92,7 +92,7 @@ def test_experts_without_tokens_and_one_with_all(T, dtype, make, nan, agrees):
 @pytest.mark.parametrize("block_n", [16, 64])
 def test_products_with_any_configuration(block_n, block_k, make, nan, agrees):
     """Steps shorter than a block, tiles of rows narrower and wider than a block."""
-    config = ExpertsConfig(16, block_n, block_k, 4, 2)
+    config = GemmConfig(16, block_n, block_k, 4, 2)
     sizes = (4, 2, 200, 96, 32, 8)
     check_products(9, sizes, torch.float16, make, nan, agrees, make(9, 4, dtype=torch.float16), config, config)
 
@@ -135,7 +135,7 @@ def test_scales_that_fit_no_weight_are_named(make):
     wide = up_scale[:, ::2].contiguous()  # blocks of 64 rows, of which one has rows of gate and of up
     with pytest.raises(InputError, match="blocks that hold no rows of both gate and up"):
         mixture_residual(*operands, gate_up_scale=wide, down_scale=down_scale)
-    routing, config = route(logits, 2, True, 16), ExpertsConfig(16, 32, 256, 4, 1)
+    routing, config = route(logits, 2, True, 16), GemmConfig(16, 32, 256, 4, 1)
     values, x_scale = quantize(h, blocks=True)
     up = Product(values, gate_up, h.new_empty(4, 96), epilogue=Epilogue(up_scale, x_scale, activation="silu"))
     with pytest.raises(InputError, match=r"config.block_k: a step in K has one scale; expected a divisor of 128; found 256"):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from minirt.kernels.speculative import draft_input as inputs
-from minirt.kernels.speculative import draft_model, draft_model_reference
-from minirt.kernels.speculative.draft_model_reference import DraftTokens
+from minirt.kernels.speculative import draft_model, reference
+from minirt.kernels.speculative.reference import DraftTokens
 from minirt.kernels.step import table as words
 from minirt.kernels.step.table import Columns, Rows
 
@@ -57,7 +57,7 @@ def test_tokens_of_the_first_pass(device):
         last.append(first + stays - 1 if slot >= 0 else first)
         starts.append(first + count)
     query_starts, rows = torch.tensor(starts, dtype=torch.int32), rows_of([slot for slot, *_ in steps])
-    ids, rows_that_stay = draft_model_reference.first_pass(table, rows, tokens, positions, query_starts)
+    ids, rows_that_stay = reference.first_pass(table, rows, tokens, positions, query_starts)
     assert ids.tolist() == wanted
     assert rows_that_stay.tolist() == last
     given = (tokens.to(device), positions.to(device), query_starts.to(device))
@@ -86,7 +86,7 @@ def test_draws(reduced, device):
         logits = torch.randn(len(ORDER), count)
         logits[torch.arange(len(ORDER)), torch.tensor(best)] += 1000.0
         outs = []
-        for form, held, place in ((draft_model_reference, table, torch.device("cpu")), (draft_model, ours, device)):
+        for form, held, place in ((reference, table, torch.device("cpu")), (draft_model, ours, device)):
             out = DraftTokens(*(torch.full((n,), GARBAGE, dtype=t, device=place) for n, t in (
                 *((len(ORDER), torch.int64),) * 3, (len(ORDER), torch.int32), (len(ORDER) + 1, torch.int32)
             )))  # fmt: skip
@@ -136,7 +136,7 @@ def test_the_noise_is_that_of_the_sampler(device):
             wanted = int(sample(logits, SamplingBatch.build([(params, cached + number - prompt)])))
             ids = torch.tensor(sorted({*range(5, count, 7), wanted}))
             for names in (None, ids):
-                for form, place in ((draft_model_reference, torch.device("cpu")), (draft_model, device)):
+                for form, place in ((reference, torch.device("cpu")), (draft_model, device)):
                     to, given = table.clone().to(place), logits if names is None else logits[:, names]
                     out = DraftTokens(*(torch.zeros(n, dtype=torch.int64, device=place) for n in (1, 1, 1)),
                                       *(torch.zeros(n, dtype=torch.int32, device=place) for n in (1, 2)))  # fmt: skip
