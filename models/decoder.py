@@ -108,7 +108,7 @@ def moe_config(fields: Fields, *, shared_expert: bool = False, normalize: bool =
 
     The number of experts is `num_experts` or `num_local_experts`, which must agree.
     """
-    given = {name: fields.integer(name) for name in EXPERT_FIELDS if fields.raw.get(name) is not None}
+    given = {name: fields.integer(name) for name in EXPERT_FIELDS if fields.get(name) is not None}
     experts = _once(fields, given) or fields.integer(EXPERT_FIELDS[0])
     shared = fields.integer("shared_expert_intermediate_size") if shared_expert else 0
     dense, count = fields.integers_or_none("mlp_only_layers") or (), fields.integer("num_hidden_layers")
@@ -133,7 +133,7 @@ def _dtype(fields: Fields) -> str:
     """The dtype, under its old or its new name: "bfloat16" or "torch.bfloat16". Null and "auto" count as absent."""
     given = {}
     for name in ("dtype", "torch_dtype"):
-        if (value := fields.raw.get(name)) not in (None, "auto"):
+        if (value := fields.get(name)) not in (None, "auto"):
             plain = value.removeprefix("torch.") if isinstance(value, str) else value
             given[name] = fields.over({name: plain}).choice(name, known.DTYPES)
     return _once(fields, given) or "float32"
@@ -144,7 +144,7 @@ def _head_dim(fields: Fields, hidden: int, heads: int, default: int | None) -> i
         value = fields.integer("head_dim", default=default)
     else:
         value = fields.integer_or_none("head_dim") or hidden // heads
-        if fields.raw.get("head_dim") is None and hidden % heads:
+        if fields.get("head_dim") is None and hidden % heads:
             what = "head_dim is missing, and it does not follow from the other sizes"
             raise fields.wrong("hidden_size", what, f"a multiple of num_attention_heads ({heads})")
     if value % 2 or value > known.MAX_HEAD_DIM:
@@ -198,7 +198,7 @@ def _window(fields: Fields, num_layers: int, absent: Window) -> int | None:
     kinds = read_layer_types(fields, num_layers, ("full_attention", "sliding_attention"), "full_attention")
     used = absent.used is None or fields.boolean("use_sliding_window", default=absent.used)
     # transformers saves a window that is not used as 0.
-    if absent.size is None and fields.raw.get("use_sliding_window") and "sliding_window" not in fields.raw:
+    if absent.size is None and fields.get("use_sliding_window") and "sliding_window" not in fields.raw:
         raise fields.missing("sliding_window", "a number of tokens, or null, if use_sliding_window is true")
     window = fields.integer_or_none("sliding_window", default=absent.size, minimum=0)
     first = 0

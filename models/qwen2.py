@@ -13,5 +13,5 @@ def config(fields: Fields) -> ModelConfig:
     """The file has no setting for biases: q, k and v always have one, the output projection never."""
     return decoder_config(
         fields, model_type="qwen2", classes=("Qwen2ForCausalLM",), max_positions=32768, kv_heads=32, qkv_bias=True,
-        window=WINDOW_OFF_BY_DEFAULT, mtp=None if fields.raw.get("mtp_num_hidden_layers") is None else read_mtp(fields),
+        window=WINDOW_OFF_BY_DEFAULT, mtp=None if fields.get("mtp_num_hidden_layers") is None else read_mtp(fields),
     )  # fmt: skip

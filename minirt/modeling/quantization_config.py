@@ -191,19 +191,19 @@ def read_quantization(config: Fields, hf_quant_config: Fields | None = None) -> 
         ConfigError: a value is wrong, or the two files contradict each other.
         UnsupportedError: minirt cannot compute this format.
     """
-    if config.raw.get("compression_config") is not None:
+    if config.get("compression_config") is not None:
         method = config.nested("compression_config").string("quant_method", default="unnamed")
         what = "an older name of quantization_config that is not supported"
         raise config.unsupported("compression_config", what, found=f"quant_method {method[:60]!r}", hint=LOAD_UNQUANTIZED)
     stated = None
-    if config.raw.get("quantization_config") is not None:
+    if config.get("quantization_config") is not None:
         fields = _stated(config, "quantization_config")
         method = fields.string("quant_method", default="unnamed")
         if method not in METHODS:
             what, hint = "checkpoints quantized with this method are not supported", _REFUSED.get(method, LOAD_UNQUANTIZED)
             raise fields.unsupported("quant_method", what, " or ".join(METHODS), found=repr(method)[:60], hint=hint)
         for name, what in _CHANGES.items():
-            if fields.raw.get(name):
+            if fields.get(name):
                 raise fields.unsupported(name, f"{what} are not supported", hint=LOAD_UNQUANTIZED)
         stated = METHODS[method](fields)
     second = None if hf_quant_config is None else _read_modelopt(hf_quant_config)
@@ -260,14 +260,14 @@ def _read_fp8(fields: Fields) -> QuantizationConfig:
     fields.choice("fmt", ("e4m3", "float8_e4m3fn"), default="e4m3")
     activations = fields.choice("activation_scheme", ("dynamic", "static"), default="dynamic")
     scheme = Scheme("tensor", "weight_scale", activations)
-    if fields.raw.get("weight_block_size") is not None:
+    if fields.get("weight_block_size") is not None:
         _check_block(fields, "weight_block_size")
         scheme = Scheme("block", "weight_scale_inv", activations)
     return _of_all("fp8", fields, scheme, _modules(fields, "modules_to_not_convert", "ignored_layers"))
 
 
 def _check_block(fields: Fields, name: str) -> None:
-    block = fields.raw.get(name)
+    block = fields.get(name)
     if block != [BLOCK, BLOCK] and block != f"{BLOCK}x{BLOCK}":
         size = str(block)[:60] if isinstance(block, list) else shown(block)
         what = "only blocks of 128 by 128 are supported"
@@ -286,7 +286,7 @@ def _read_compressed_tensors(fields: Fields) -> QuantizationConfig | None:
         targets = _modules(group, "targets")
         if "weights" in group.raw:
             _check_format(group)
-            packed = group.raw.get("format", fields.raw.get("format")) == "pack-quantized"
+            packed = group.get("format", fields.get("format")) == "pack-quantized"
             groups.append((targets, _read_scheme(group, packed)))
     if not groups and fields.nested("kv_cache_scheme").raw:
         _warn_of_the_cache(fields, "kv_cache_scheme")
@@ -298,7 +298,7 @@ def _read_compressed_tensors(fields: Fields) -> QuantizationConfig | None:
 
 
 def _check_format(fields: Fields) -> None:
-    hint = _PLANNED if fields.raw.get("format") in ("nvfp4-pack-quantized", "mxfp4-pack-quantized") else LOAD_UNQUANTIZED
+    hint = _PLANNED if fields.get("format") in ("nvfp4-pack-quantized", "mxfp4-pack-quantized") else LOAD_UNQUANTIZED
     known = ("float-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
     fields.only("format", *known, what="the format is not supported", hint=hint)
 
@@ -314,7 +314,7 @@ def _read_scheme(group: Fields, packed: bool) -> Scheme | Int4Scheme:
         stated = f"{kind} of {bits} bits" + (", pack-quantized" if packed else "")
         what = "only FP8 weights and pack-quantized weights of 4 bits are supported"
         raise weights.unsupported("type", what, found=stated, hint=hint)
-    strategy = weights.raw.get("strategy", "channel" if weights.raw.get("group_size") == -1 else "tensor")
+    strategy = weights.get("strategy", "channel" if weights.get("group_size") == -1 else "tensor")
     weights.only("strategy", "tensor", "channel", "block", what="not supported for FP8 weights", hint=LOAD_UNQUANTIZED)
     if strategy == "block":
         _check_block(weights, "block_structure")
@@ -327,7 +327,7 @@ def _read_scheme(group: Fields, packed: bool) -> Scheme | Int4Scheme:
         if (kind, bits) != ("float", 8):
             what = "only FP8 or 16-bit activations are supported"
             raise inputs.unsupported("type", what, found=f"{kind} of {bits} bits", hint=LOAD_UNQUANTIZED)
-        activations = "dynamic" if inputs.raw.get("dynamic") else "static"
+        activations = "dynamic" if inputs.get("dynamic") else "static"
     return Scheme(strategy, "weight_scale", activations)
 
 
@@ -338,7 +338,7 @@ def _kind(fields: Fields) -> tuple[str, int]:
 
 def _read_packed(group: Fields, weights: Fields) -> Int4Scheme:
     """4-bit integers of compressed-tensors (W4A16)."""
-    rows = weights.raw.get("group_size") == -1
+    rows = weights.get("group_size") == -1
     strategy = weights.choice("strategy", ("group", "channel"), default="channel" if rows else "group")
     size = _read_group_size(weights, "group_size") if strategy == "group" else None
     what = "groups of columns in the order of their activations are not supported"
@@ -425,10 +425,10 @@ def _read_auto_round(fields: Fields) -> QuantizationConfig:
 
 def _read_modelopt(fields: Fields) -> QuantizationConfig | None:
     """NVIDIA ModelOpt: in config.json, or nested as "quantization" in hf_quant_config.json. None: only of the KV cache."""
-    if fields.raw.get("quantization") is not None:
+    if fields.get("quantization") is not None:
         fields = fields.nested("quantization")
-    stated = fields.raw.get("quant_algo") is not None
-    if not stated and fields.raw.get("kv_cache_quant_algo") is not None:
+    stated = fields.get("quant_algo") is not None
+    if not stated and fields.get("kv_cache_quant_algo") is not None:
         _warn_of_the_cache(fields, "kv_cache_quant_algo")
         return None
     name = fields.string("quant_algo") if stated else "none"
