@@ -23,8 +23,7 @@ from minirt.loading.hub import ModelFiles, find_model_files, remote_headers, wit
 from minirt.loading.inferred_config import inferred_config
 from minirt.loading.memory import MemoryPlan, does_not_fit, out_of_memory_while, plan_memory, sequences_that_fit
 from minirt.loading.options import EMBEDDED, LoadOptions
-from minirt.loading.stored_experts import fuse_experts
-from minirt.loading.stored_formats import StoredFormats, stored_formats
+from minirt.loading.stored_formats import StoredFormats, fuse_experts, stored_formats
 from minirt.modeling.config import Fields, ModelConfig, check_token_ids
 from minirt.modeling.formats import FormatChoice, Quantization
 from minirt.modeling.model import CANNOT, Model, in_order

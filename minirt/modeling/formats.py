@@ -18,7 +18,7 @@ from minirt.device import compute_capability, interpreting, on_device, triton_in
 from minirt.errors import CheckpointError, ConfigError
 from minirt.kernels import reference
 from minirt.kernels.reference import FP8_BLOCK, INT4_CHUNK, INT4_ZERO, pack_int4, pack_int4_scale
-from minirt.modeling.quantization_config import Int4Scheme
+from minirt.modeling.quantization_config import Scheme
 
 FP8 = torch.float8_e4m3fn
 CHUNK = 1 << 22  # weights quantized at a time; quantization to FP8 by PyTorch needs 9 temporary bytes per weight
@@ -296,7 +296,7 @@ class StoredInt4(_Int4):
             `desc_act` is supported: the group of column k is k // g.
     """
 
-    scheme: Int4Scheme
+    scheme: Scheme
     has_indices: bool = False
 
     @property

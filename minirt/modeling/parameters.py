@@ -235,7 +235,7 @@ class PackedExperts(PackedLinear):
     """The same linear (or packed linears) of E experts, stacked by rows: expert e has the rows e · N to (e + 1) · N.
 
     A checkpoint has a tensor for each expert and part, `PREFIX.{e}.{part}.weight`, or one of all experts, `PREFIX.{fused}`
-    [E, N, K]. The loader finds out which (`minirt.loading.stored_experts`). With `--fp8`, each row of each expert has its own
+    [E, N, K]. The loader finds out which (`minirt.loading.stored_formats`). With `--fp8`, each row of each expert has its own
     scale. With FP8 in blocks, no block has rows of two parts or experts.
 
     Args:
