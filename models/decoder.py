@@ -70,8 +70,6 @@ def decoder_config(
             `moe_config` reads `moe`; without it, fields of experts are refused.
     """
     refuse_unserved(fields)
-    if fixed.get("moe") is None:
-        refuse_experts(fields)
     refuse_other_classes(fields, classes)
     if attention_bias is not None:
         fixed["qkv_bias"] = fixed["o_bias"] = fields.boolean("attention_bias", default=attention_bias)
@@ -154,13 +152,11 @@ def _head_dim(fields: Fields, hidden: int, heads: int, default: int | None) -> i
 
 
 def refuse_unserved(fields: Fields) -> None:
-    """Raise UnsupportedError for unknown formats of quantized weights and bidirectional attention.
+    """Raise UnsupportedError for unknown formats of quantized weights.
 
     A setting that only matters beyond the trained context is warned about, and so is a model's own Python code, which is not run.
     """
     read_quantization(fields)  # refuses unknown formats
-    if not fields.boolean("is_causal", default=True):
-        raise fields.unsupported("is_causal", "attention to later tokens is not supported: this is an embedding model", "true")
     name = "dual_chunk_attention_config"
     if original := fields.nested(name).integer_or_none("original_max_position_embeddings"):
         what = f"dual chunk attention is not supported; it improves the output of sequences of more than {original} tokens"
@@ -170,20 +166,11 @@ def refuse_unserved(fields: Fields) -> None:
         warn(f"{fields.place('auto_map')}: {what}")
 
 
-def refuse_experts(fields: Fields) -> None:
-    """Raise UnsupportedError for a mixture of experts under the model_type of a dense model."""
-    for name in EXPERT_FIELDS:
-        if experts := fields.integer_or_none(name, minimum=0, maximum=1 << 20):
-            what = f"mixtures of experts are not supported for model_type {fields.string('model_type')!r}"
-            raise fields.unsupported(name, what, "no field, or 0", found=experts)
-
-
 def refuse_other_classes(fields: Fields, classes: Collection[str]) -> None:
     """Raise UnsupportedError if `architectures` names another class: a classifier, a reward or an embedding model."""
     for name in fields.strings_or_none("architectures") or ():
         if name.startswith("FSDP") and name.removeprefix("FSDP") in classes:  # PyTorch's FSDP2 renames the class that it shards
-            what = "the prefix FSDP is ignored: it tells how the model was trained"
-            warn(f"{fields.place('architectures')}: {name}: {what}")
+            warn(f"{fields.place('architectures')}: {name}: the prefix FSDP is ignored: it tells how the model was trained")
         elif name not in classes:
             what = f"not a class of model_type {fields.string('model_type')!r} that minirt computes"
             hint = "only decoders with a language-model head are supported; correct model_type if it is wrong"

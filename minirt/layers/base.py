@@ -211,8 +211,7 @@ class Layer:
         forward = implementation.factory(self)
         if not callable(forward):
             what = f"the factory of implementation {implementation.name!r} returns no function"
-            expected = "forward(x, batch, kv)"
-            raise UnsupportedError(what, where=self.name, expected=expected, found=type(forward).__name__)
+            raise UnsupportedError(what, where=self.name, expected="forward(x, batch, kv)", found=type(forward).__name__)
         self.implementation = implementation.name
         self._forward = forward if implementation.name in BUILT_IN else self._checked(forward, implementation.name)
 

@@ -153,8 +153,7 @@ def eager(layer: GatedDeltaNet) -> Forward:
         snapshots = list[list[tuple[int, int]]]()
         if batch.snapshots is not None and max(counts, default=0) > CHUNK:
             snapshots = [[(row, offset) for row, offset in rows if row >= 0] for rows in batch.snapshots.tolist()]
-        slots = batch.seq_slots.tolist()
-        y = gated_delta.gated_delta_net(qkvz, ba, layer.weights(), state, counts, lengths, slots, snapshots)
+        y = gated_delta.gated_delta_net(qkvz, ba, layer.weights(), state, counts, lengths, batch.seq_slots.tolist(), snapshots)
         return x + reference.linear(y, layer.out_proj.weight, scale=layer.out_proj.scale)
 
     return forward

@@ -285,17 +285,21 @@ def match(model: Model, entries: Mapping[str, Entry], allow_unused: bool = False
             transposed = len(spec.shape) == 3 and entry.shape == (spec.shape[0], *spec.shape[:0:-1])
             hint, shape = _TRANSPOSED if transposed else _OTHER, list(entry.shape)
             raise CheckpointError("wrong shape", where=entry.place, expected=list(spec.shape), found=shape, hint=hint)
-    modules = {module for parameter in model.parameters() for module in parameter.modules}
+    config, modules = model.config, {module for parameter in model.parameters() for module in parameter.modules}
     biases = tuple(n for n in entries if n not in wanted and n.endswith(".bias") and n.removesuffix(".bias") in modules)
     scales = model.formats.unused_scales if model.formats else ()
-    for name in scales:
-        _check_scale_shape(model, entries[name])
+    for entry in (entries[name] for name in scales):
+        heads, kind = config.num_kv_heads, "KV"
+        if entry.name.endswith((".q_scale", ".prob_scale")):
+            heads, kind = config.num_heads, "query"
+        if math.prod(entry.shape) not in (1, heads):
+            what, expected = "wrong shape of a scale", f"one value, or one for each of {heads} {kind} heads"
+            raise CheckpointError(what, where=entry.place, expected=expected, found=list(entry.shape), hint=_OTHER)
     checked = {*scales, *biases}
     for entry in (entries[n] for n in entries if n in wanted or n in checked or _tied_copy(model, n)):
         dtypes = wanted[entry.name][1].dtypes if entry.name in wanted else FLOATS
         if entry.dtype not in dtypes:
-            expected = " or ".join(dtypes)
-            raise CheckpointError("wrong dtype", where=entry.place, expected=expected, found=entry.dtype, hint=_OTHER)
+            raise CheckpointError("wrong dtype", where=entry.place, expected=" or ".join(dtypes), found=entry.dtype, hint=_OTHER)
     known = wanted.keys() | checked
     unused = tuple(sorted(n for n in entries if not (n in known or n.endswith(DERIVED) or _tied_copy(model, n))))
     extras = set(attention_scales(unused, modules))
@@ -314,23 +318,13 @@ def attention_scales(names: Iterable[str], modules: Iterable[str]) -> list[str]:
     return [n for n, prefix, last in ends if last in ATTENTION_SCALES and layers & {prefix, prefix.rpartition(".")[0]}]
 
 
-def _check_scale_shape(model: Model, entry: Entry) -> None:
-    config = model.config
-    of_queries = entry.name.endswith((".q_scale", ".prob_scale"))
-    heads, kind = (config.num_heads, "query") if of_queries else (config.num_kv_heads, "KV")
-    if math.prod(entry.shape) not in (1, heads):
-        what, expected = "wrong shape of a scale", f"one value, or one for each of {heads} {kind} heads"
-        raise CheckpointError(what, where=entry.place, expected=expected, found=list(entry.shape), hint=_OTHER)
-
-
 def warn_of_extras(unused: Iterable[str], model: Path | str) -> None:
     """Warn of unused tensors that belong to no decoder layer. `unused`: those from `match` that need a warning."""
     for start, what in _EXTRAS.items():
         if count := sum(name.startswith(start) for name in unused):
             warn(f"{model}: {count} tensors {start}* are not used: {what}")
     if count := sum(name.rpartition(".")[2] in ATTENTION_SCALES for name in unused):
-        what = f"{count} scales of FP8 attention are not used: FP8 pages have a scale for each token and head"
-        warn(f"{model}: {what}")
+        warn(f"{model}: {count} scales of FP8 attention are not used: FP8 pages have a scale for each token and head")
 
 
 def _tied_copy(model: Model, name: str) -> bool:
@@ -490,8 +484,7 @@ def _read(group: Sequence[_Piece], place: Callable[[_Piece, torch.Tensor], None]
     try:
         with path.open("rb", buffering=0) as file:
             if size and buffers is not None and size <= buffers.nbytes:
-                memory = buffers.of_thread()
-                _fill(memory, file, begin, size)
+                _fill(memory := buffers.of_thread(), file, begin, size)
             elif size:
                 before = begin % mmap.ALLOCATIONGRANULARITY
                 # ACCESS_COPY, since PyTorch warns of memory that it may not write. Nothing is written, so nothing is copied.

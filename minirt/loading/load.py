@@ -18,14 +18,13 @@ from minirt.errors import ConfigError, InputError, MinirtError, ModelNotFoundErr
 from minirt.layers import Layer
 from minirt.loading import checkpoint
 from minirt.loading.checkpoint import Entry
-from minirt.loading.effective_options import pick_dtype, pick_kv_dtype, pick_length
 from minirt.loading.hub import ModelFiles, find_model_files, remote_headers, with_present_weights
 from minirt.loading.inferred_config import inferred_config
 from minirt.loading.memory import MemoryPlan, does_not_fit, out_of_memory_while, plan_memory, sequences_that_fit
 from minirt.loading.options import EMBEDDED, LoadOptions
 from minirt.loading.stored_formats import StoredFormats, fuse_experts, stored_formats
-from minirt.modeling.config import Fields, ModelConfig, check_token_ids
-from minirt.modeling.formats import FormatChoice, Quantization
+from minirt.modeling.config import DTYPES, Fields, ModelConfig, check_token_ids
+from minirt.modeling.formats import FP8, FormatChoice, Quantization
 from minirt.modeling.model import CANNOT, Model, in_order
 from minirt.modeling.parameters import SomeRows
 from minirt.modeling.quantization_config import QuantizationConfig, read_quantization
@@ -40,9 +39,11 @@ from minirt.wording import warn, worded
 Way = tuple[str, dict[str, Any]]  # how to make a model fit, in words, and the load options that change
 # Values of a weight. An H200 reads this number of bytes in less than 1 µs; a kernel that rounds the input to FP8 takes 1.6 µs.
 _SMALL = 4 << 20
-_SLOW_ON_CPU = "on a CPU, quantized weights save memory, not time: every step unpacks them, which is slow"
-_OLD_GPU = "the Triton kernels need compute capability 8.0: on this GPU only eager layers run, which was never tested"
 _OTHER_FAMILIES = ("gemma", "mixtral", "gpt-oss", "phi-", "glm-", "deepseek-v", "falcon", "gpt2")  # names that users try
+_DTYPE_NAMES = {
+    "half": "float16", "fp16": "float16", "f16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32",
+    "f32": "float32", "fp8_e4m3": "fp8", "float8_e4m3fn": "fp8", "q8_0": "fp8",
+}  # fmt: skip  (names of vLLM, PyTorch and llama.cpp)
 
 
 class Source(NamedTuple):
@@ -116,23 +117,28 @@ def _similar_presets(name: str) -> list[str]:
 
 def build(options: LoadOptions, source: Source, entries: Mapping[str, Entry] | None, device: torch.device | AbsentGPU) -> Model:
     """The model without weights: its layers, how the checkpoint stores their experts, and the formats of their linears."""
-    config, speculative = source.config, options.speculative
+    config, speculative, rows, draft = source.config, options.speculative, None, list[Layer]()
     if isinstance(speculative, SpeculativeOptions) and speculative.has_draft_model:
-        model = _build_with_drafts(options, source, entries, device, speculative.draft_rows(config.vocab_size))
+        layers, draft = _build_with_drafts(options, config, entries, rows := speculative.draft_rows(config.vocab_size))
     else:
         layers = in_order(config, options.layers(config) if options.layers else models.build(config))
-        fuse_experts(layers, entries)
-        model = Model(config, layers, choose_formats(options, layers, source, entries, device))
+    fuse_experts([*layers, *draft], entries)
+    formats = choose_formats(options, [*layers, *draft], source, entries, device)
+    if isinstance(formats, StoredFormats) and rows is not None:
+        tied = config.tie_word_embeddings
+        if any(formats.format_of(weights.modules, head=True, tied=tied) for weights in draft[-1].quantizable()):
+            note = "drafts may have all ids, since the checkpoint stores a quantized head"  # some formats cannot be split by rows
+            draft[-1], formats = models.build_with_drafts(config)[1][-1], replace(formats, notes=(*formats.notes, note))
+    model = Model(config, layers, formats, draft)
     if drafts := options.draft_needs.max_drafts:  # states are larger, which plans count
         model.keep_undo(1 + drafts)
     return model
 
 
 def _build_with_drafts(
-    options: LoadOptions, source: Source, entries: Mapping[str, Entry] | None, device: torch.device | AbsentGPU, rows: int | None
-) -> Model:
-    """The model with the layers of a draft model, whose head has `rows` ids; None: all."""
-    config = source.config
+    options: LoadOptions, config: ModelConfig, entries: Mapping[str, Entry] | None, rows: int | None
+) -> tuple[list[Layer], list[Layer]]:
+    """The layers, and those of a draft model, whose head has `rows` ids; None: all."""
     if options.layers is not None:
         what, hint = "a composed model has no draft model", "use method 'ngram', or a proposer"
         raise UnsupportedError(what, where="speculative", expected="layers=None", found="layers", hint=hint)
@@ -145,16 +151,7 @@ def _build_with_drafts(
         if draft_names.isdisjoint({name.rpartition(".")[0] for name in entries} - target_names):
             what, hint = "the checkpoint has no weights of the draft model", "leave out the drafts, or use --speculate ngram"
             raise UnsupportedError(what, where=str(options.model), expected=f"{min(draft_names - target_names)}, …", hint=hint)
-    fuse_experts([*layers, *draft], entries)
-    formats, head = choose_formats(options, [*layers, *draft], source, entries, device), draft[-1]
-    if isinstance(formats, StoredFormats) and rows is not None:
-        tied = config.tie_word_embeddings
-        if any(formats.format_of(weights.modules, head=True, tied=tied) is not None for weights in head.quantizable()):
-            note = "drafts may have all ids, since the checkpoint stores a quantized head"  # some formats cannot be split by rows
-            layers, draft = models.build_with_drafts(config, None)
-            fuse_experts([*layers, *draft], entries)
-            formats = replace(formats, notes=(*formats.notes, note))
-    return Model(config, layers, formats, draft)
+    return layers, draft
 
 
 def choose_formats(
@@ -189,15 +186,70 @@ def faster_fp8(formats: Quantization, layers: Sequence[Layer]) -> Quantization:
     return replace(formats, unquantized=frozenset(name for linear in small for name in linear.modules), notes=(note,))
 
 
+def pick_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    """"auto" → the checkpoint's dtype on a GPU, float32 on a CPU, where 16-bit arithmetic is slow."""
+    known = {name: getattr(torch, name) for name in DTYPES}
+    auto = known[config.dtype] if device.type == "cuda" else torch.float32
+    return _known(dtype, "--dtype", {"auto": auto, **known})
+
+
+def pick_kv_dtype(dtype: str, model: torch.dtype) -> torch.dtype:
+    """"auto" → the model's dtype; "fp8" → e4m3 with a scale for each token and head."""
+    return _known(dtype, "--kv-cache-dtype", {"auto": model, "fp8": FP8})
+
+
+def _known(dtype: str, place: str, known: dict[str, torch.dtype]) -> torch.dtype:
+    if dtype in known:
+        return known[dtype]
+    plain = str(dtype).removeprefix("torch.")
+    name = _DTYPE_NAMES.get(plain, plain)
+    *names, last = known
+    hint = f"did you mean {name}?" if name in known else None
+    raise ConfigError("unknown dtype", where=place, expected=f"{', '.join(names)} or {last}", found=dtype, hint=hint)
+
+
+def longest_length(config: ModelConfig) -> int:
+    """Number of positions that may be asked for: above its sliding window, a model is refused."""
+    return min(config.max_context_len, config.sliding_window or config.max_context_len)
+
+
+def pick_length(config: ModelConfig, asked: int | None) -> int:
+    """Number of positions to serve: `asked`, else all positions of the model.
+
+    Raises:
+        ConfigError: `asked` is no length that the model supports.
+        UnsupportedError: a sliding window would change sequences of this length.
+    """
+    length = config.context_len if asked is None else asked
+    if type(length) is not int or not 1 <= length <= config.max_context_len:
+        what = "outside the model's context" if type(length) is int else "not a number of tokens"
+        expected = f"an integer from 1 to {config.max_context_len}"
+        raise ConfigError(what, where="--max-model-len", expected=expected, found=repr(length)[:80])
+    window = config.sliding_window
+    if window is not None and length > window:
+        expected, shown = f"sequences of at most {window} tokens (sliding_window in config.json)", f"a length of {length}"
+        hint = f"use --max-model-len {window}: up to there, the window changes nothing"
+        raise UnsupportedError("sliding-window attention is not supported", expected=expected, found=shown, hint=hint)
+    rope = config.rope
+    if rope.kind in ("dynamic", "longrope") and length > rope.original_max_position:
+        what = f"--max-model-len: above {rope.original_max_position} tokens, rope type {rope.kind!r} has other frequencies"
+        why = f"with {length}, shorter sequences have them too, while transformers switches with the length of a sequence"
+        warn(f"{what}; {why}")
+    elif length > config.context_len:
+        what = f"--max-model-len: {length} is more than max_position_embeddings of config.json ({config.context_len})"
+        why = f"the model was trained for it only if that number does not include the rope factor ({config.rope.factor:g})"
+        warn(f"{what}; {why}")
+    return length
+
+
 def plan_model(options: LoadOptions, gpu: AbsentGPU | None = None) -> Model:
     """The model with its plan resolved. No weight is read or allocated. `gpu`: plan for it, instead of a device that is here.
 
     The headers of local weight files are read, and must be those of the model. If the weights are quantized, they are also read
     from the Hub. If that fails, the plan follows what config.json states, and has a note.
     """
-    target = pick_device(options.device) if gpu is None else gpu
     source, entries, settled = _headers(find(options.model, options.revision, need_weights=False), options)
-    planned, idle = _without_weights(options, source, entries, target)
+    planned, idle = _without_weights(options, source, entries, pick_device(options.device) if gpu is None else gpu)
     planned.resolve(options.impl)
     planned.plan = planned.plan.with_cuda_graphs(options.cuda_graphs)
     _add_notes(planned, idle, settled, _slow(planned, options))
@@ -218,8 +270,11 @@ def _without_weights(
 def _slow(model: Model, options: LoadOptions) -> str | None:
     """Why the model will be slow on this device; None: it will not."""
     if model.device.type == "cpu":
-        return _SLOW_ON_CPU if model.plan.formats else None
-    return _OLD_GPU if compute_capability(model.device) < (8, 0) else _eager_layers(model, options)
+        what = "on a CPU, quantized weights save memory, not time: every step unpacks them, which is slow"
+        return what if model.plan.formats else None
+    if compute_capability(model.device) < (8, 0):
+        return "the Triton kernels need compute capability 8.0: on this GPU only eager layers run, which was never tested"
+    return _eager_layers(model, options)
 
 
 def _add_notes(model: Model, *notes: str | None) -> None:
@@ -427,8 +482,6 @@ def check_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig) -> None:
 
 def known_end_ids(tokens: Sequence[int], config: ModelConfig) -> tuple[int, ...]:
     """The ids that end a sequence, without those that this model has no logits for, which it never generates."""
-    unknown = [token for token in tokens if token >= config.vocab_size]
-    if unknown:
-        what = f"ends of sequences that the model cannot generate, since vocab_size is {config.vocab_size}"
-        warn(f"{what}: {unknown}")
+    if unknown := [token for token in tokens if token >= config.vocab_size]:
+        warn(f"ends of sequences that the model cannot generate, since vocab_size is {config.vocab_size}: {unknown}")
     return tuple(token for token in tokens if token < config.vocab_size)

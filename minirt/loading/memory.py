@@ -118,14 +118,13 @@ class MemoryPlan:
 
     def rows(self) -> list[tuple[str, int, str]]:
         """The table that `minirt plan` prints: (what, bytes, remark)."""
-        pages = f"{self.pages:,} pages, {self.tokens:,} tokens"
         step = f"{'measured' if self.measured else 'estimate'}, at most {self.max_num_batched_tokens:,} tokens in a step"
         states = f"states of {self.max_num_seqs:,} sequences, {format_size(self.state)} each" if self.state else ""
         table = [("weights", self.weights, ""), ("rope tables and states", self.other, states)]
         table += [("steps", self.step, step)] * (self.step > 0)
         kept = f"{self.snapshots:,} snapshots of states, for the prefix cache"
         table += [("state cache", self.snapshots * self.state, kept)] * (self.snapshots > 0)
-        return table + [("KV cache", self.pages * self.page, pages)] * (self.page > 0)
+        return table + [("KV cache", self.pages * self.page, f"{self.pages:,} pages, {self.tokens:,} tokens")] * (self.page > 0)
 
 
 def plan_memory(
@@ -154,18 +153,18 @@ def plan_memory(
         tables += 3 * max(each, default=0)  # while a table is computed, there are temporary tensors
     other = tables + options.max_num_seqs * state
     fixed = weights + other
-    candidates = (CPU_NUM_BATCHED_TOKENS,) if on_cpu else NUM_BATCHED_TOKENS
     if on_cpu:
         budget = free if asked is not None else min(free, fixed + int(max(0, free - fixed) * CPU_SHARE))
+    candidates = (CPU_NUM_BATCHED_TOKENS,) if on_cpu else NUM_BATCHED_TOKENS
     if options.max_num_batched_tokens is not None:
         candidates = (options.max_num_batched_tokens,)
-    estimate = partial(estimate_step, model, cuda_graphs=options.cuda_graphs)
+    step_bytes = step_bytes or partial(estimate_step, model, cuda_graphs=options.cuda_graphs)
     step, pages, snapshots, drafts = 0, 0, 0, options.draft_needs
     for tokens in candidates:
         limits = EngineLimits(
             length, options.max_num_seqs, tokens, max_drafts=drafts.max_drafts, keeps_history=drafts.needs_history
         )
-        needed = 0 if on_cpu else (step_bytes or estimate)(limits)
+        needed = 0 if on_cpu else step_bytes(limits)
         if needed is None:
             continue
         step, room = needed, budget - fixed - needed
@@ -189,8 +188,7 @@ def _with_fitting_sequences(options: LoadOptions, state: int, room: int, on_cpu:
     if not state:
         return options
     room -= options.snapshot_bytes or 0
-    share = STATE_SHARE * (CPU_SHARE if on_cpu else 1)
-    room = int(room * share) if options.kv_bytes is None else room - options.kv_bytes
+    room = int(room * STATE_SHARE * (CPU_SHARE if on_cpu else 1)) if options.kv_bytes is None else room - options.kv_bytes
     return replace(options, max_num_seqs=max(1, min(options.max_num_seqs, room // state)))
 
 
@@ -261,8 +259,7 @@ def measured_plan(model: Model, options: LoadOptions) -> MemoryPlan:
         if model.kv_dtype.itemsize > 1:
             ways.append("--kv-cache-dtype fp8, which makes room for about twice as many")
         what += f" has room for {plan.context:,} tokens, so the context is that instead of {length:,}: use {' or '.join(ways)}"
-        others = f"; {plan.others}" if plan.others and options.kv_bytes is None else ""
-        warn(what + others, RuntimeWarning)
+        warn(f"{what}; {plan.others}" if plan.others and options.kv_bytes is None else what, RuntimeWarning)
     return plan
 
 
@@ -309,8 +306,7 @@ def estimate_step(model: Model, limits: EngineLimits, cuda_graphs: bool) -> int:
     row = (2 * config.hidden_size + max(layer.activation_values for layer in model.layers)) * size
     logits = rows * config.vocab_size * 4
     slot = slot_bytes(config.vocab_size, length) + 4 * (-(-length // PAGE_SIZE) + limits.keeps_history * length)
-    processed = min(rows, PROCESSED_ROWS) * config.vocab_size * 4
-    total = tokens * row + 3 * logits + processed + limits.max_num_seqs * slot
+    total = tokens * row + 3 * logits + min(rows, PROCESSED_ROWS) * config.vocab_size * 4 + limits.max_num_seqs * slot
     if cuda_graphs:
         total += min(tokens, 2048) * row
     if model.draft_model is not None:  # the hidden states that it continues from

@@ -143,8 +143,7 @@ class _Search:
             return formats.StoredFp8Blocks(layout.scale_name)
         if scheme.scales != "group":
             return formats.StoredFp8(scheme.scales == "tensor", layout.scale_name)
-        has_indices = scheme.ordered or bool(layout.indices_name and self.names(module, layout.indices_name))
-        return formats.StoredInt4(scheme, has_indices)
+        return formats.StoredInt4(scheme, scheme.ordered or bool(self.names(module, layout.indices_name or "")))
 
     def names(self, module: str, *ends: str) -> list[str]:
         """Which of these ends of names the tensors of a linear have."""
@@ -181,8 +180,7 @@ class _Search:
             raise CheckpointError(what, where=weight.place, expected=expected, hint=hint)
         if not scales:
             name, hint = scheme.layout.scale_name if scheme else _SCALES[0], "the checkpoint is incomplete"
-            what, expected = "the quantized weight has no scale", f"{module}.{name}"
-            raise CheckpointError(what, where=weight.place, expected=expected, hint=hint)
+            raise CheckpointError("the quantized weight has no scale", where=weight.place, expected=f"{module}.{name}", hint=hint)
         if scheme is None:
             what = f"the weight {'has 4 bits' if four_bits else 'is quantized'}, but config.json says it is not"
             raise ConfigError(what, where=weight.place, found=weight.dtype, hint=f"correct {stated.field}")

@@ -133,7 +133,7 @@ class LinearFormat(ABC):
 
     def nbytes(self, rows: Sequence[int], K: int) -> int:
         """Bytes of weight and scale. A step of one token reads all of them."""
-        return sum(rows) * K + 4 * torch.Size(self.scale_shape(rows, K)).numel()
+        return sum(tensor.nbytes for tensor in self.allocate(rows, K, torch.device("meta")))
 
 
 @dataclass(frozen=True)
@@ -255,11 +255,8 @@ class _Int4(LinearFormat):
         return -(-K // self.group), sum(rows)
 
     def allocate(self, rows: Sequence[int], K: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        words = torch.empty(sum(rows), self._words(K), dtype=torch.int16, device=device)
+        words = torch.empty(sum(rows), -(-K // INT4_CHUNK) * (INT4_CHUNK // 4), dtype=torch.int16, device=device)
         return words, torch.zeros(self.scale_shape(rows, K), dtype=torch.int32, device=device)
-
-    def nbytes(self, rows: Sequence[int], K: int) -> int:
-        return 2 * sum(rows) * self._words(K) + 4 * torch.Size(self.scale_shape(rows, K)).numel()
 
     def quantize(self, source: Tensor, scale_rows: Tensor) -> Tensor:
         """The words of `source` [n, K]; writes their scale words, `scale_rows` [groups, n]."""
@@ -269,10 +266,6 @@ class _Int4(LinearFormat):
 
     def store(self, source: Tensor, weight: Tensor, scale: Tensor, place: slice, scales: slice) -> None:
         weight[place] = self.quantize(source, scale[:, place])
-
-    @staticmethod
-    def _words(K: int) -> int:
-        return -(-K // INT4_CHUNK) * (INT4_CHUNK // 4)
 
 
 @dataclass(frozen=True)
@@ -344,9 +337,9 @@ class StoredInt4(_Int4):
                 raise CheckpointError(what, expected=expected, hint="quantize with desc_act: false")
 
     def _values(self, words: Tensor, by_rows: bool) -> Tensor:
-        """Stored words as their values [rows, columns], uint8."""
-        layout = self.scheme.layout
-        values = _nibbles(words)
+        """Stored int32 words as their values [rows, columns], uint8. The lowest four bits of a word come first."""
+        layout, pairs = self.scheme.layout, words.contiguous().view(torch.uint8)
+        values = torch.stack((pairs & 15, pairs >> 4), -1).unflatten(-2, (-1, 4)).flatten(-2)
         if layout.transposed:
             values = values.transpose(0, 1)
         if layout.nibbles is not None:
@@ -381,9 +374,8 @@ class StoredInt4(_Int4):
         """Write zero points [n, stored groups] from 0 to 15 into scale words."""
         if self.scheme.symmetric and (zeros != INT4_ZERO).any():
             what, expected = "zero points of symmetric weights", f"{INT4_ZERO - self.scheme.zero_offset} everywhere"
-            others = f"{int((zeros != INT4_ZERO).sum())} other ones"
             hint = "config.json says sym: true; its checkpoint_format may be wrong"
-            raise CheckpointError(what, expected=expected, found=others, hint=hint)
+            raise CheckpointError(what, expected=expected, found=f"{int((zeros != INT4_ZERO).sum())} other ones", hint=hint)
         if (zeros > 15).any():
             what, times = "zero points that writers of version 1 do not agree on", f"{int((zeros > 15).sum())} times 15"
             raise CheckpointError(what, expected="stored zero points from 0 to 14", found=times)
@@ -394,12 +386,6 @@ class StoredInt4(_Int4):
         group = self.scheme.group
         repeats = words.shape[0] if group is None else max(1, group // self.group)
         return stored.to(words.device).repeat_interleave(repeats, 1)[:, : words.shape[0]]
-
-
-def _nibbles(words: Tensor) -> Tensor:
-    """int32 words [..., n] → [..., n, 8] uint8, the lowest four bits first."""
-    pairs = words.contiguous().view(torch.uint8)
-    return torch.stack((pairs & 15, pairs >> 4), -1).unflatten(-2, (-1, 4)).flatten(-2)
 
 
 class FormatChoice(ABC):

@@ -73,8 +73,7 @@ class Model:
     @property
     def cache_specs(self) -> list[CacheSpec]:
         """The cache specs of the layers that have one, in order; last, those of the draft model."""
-        specs = (layer.cache_spec for model in self._models for layer in model.layers)
-        return [spec for spec in specs if spec is not None]
+        return [layer.cache_spec for model in self._models for layer in model.layers if layer.cache_spec is not None]
 
     @property
     def num_parameters(self) -> int:
@@ -226,8 +225,7 @@ class Model:
         if self.draft_model is not None:
             tokens, rows, size = batch.num_tokens, len(batch.logits_indices), self.config.hidden_size
             hidden, taps = (torch.empty(n, size, dtype=self.dtype, device=self.device) for n in (tokens, rows))
-            drafting = replace(batch, hidden=hidden, taps=taps, logits=None, row_maxima=None)
-            self.draft_model.dry_run(drafting, cache)
+            self.draft_model.dry_run(replace(batch, hidden=hidden, taps=taps, logits=None, row_maxima=None), cache)
         del logits  # as in a step, they are in memory while the draft model runs
 
     def _with_cache(self, cache: KVCache) -> list[tuple[Layer, LayerCache | None]]:

@@ -31,25 +31,20 @@ def matches(pattern: str, text: str) -> bool:
     """Whether `pattern` matches a beginning of `text`, as `re.match` does.
 
     Raises:
-        UnsupportedError: see `check`.
+        UnsupportedError: see `parsed`.
     """
     return bool(_ends(parsed(pattern, lookaheads=True), text, frozenset({0})))
 
 
-def check(pattern: str) -> None:
-    """Refuse what `matches` does not know.
+@lru_cache(maxsize=4096)
+def parsed(pattern: str, lookaheads: bool = False) -> Any:
+    """The syntax tree of a pattern, as Python's own parser makes it. `lookaheads`: it may have some.
 
-    It knows literals, classes, groups, alternatives, repeats, anchors and lookaheads; not back references, lookbehinds and flags.
+    Literals, classes, groups, alternatives, repeats and anchors are known; not back references, lookbehinds and flags.
 
     Raises:
         UnsupportedError: the pattern is no regular expression, or uses something else.
     """
-    parsed(pattern, lookaheads=True)
-
-
-@lru_cache(maxsize=4096)
-def parsed(pattern: str, lookaheads: bool = False) -> Any:
-    """The syntax tree of a pattern that `check` accepts, as Python's own parser makes it. `lookaheads`: it may have some."""
     if len(pattern) > MAX_LENGTH:
         raise UnsupportedError("the pattern is too long", expected=f"at most {MAX_LENGTH} characters", found=len(pattern))
     try:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from minirt.errors import ConfigError, inside
 from minirt.modeling.config import Fields, shown
-from minirt.modeling.patterns import check, matches
+from minirt.modeling.patterns import matches, parsed
 from minirt.wording import warn
 
 BLOCK = 128
@@ -242,7 +242,7 @@ def _listed(fields: Fields, name: str, listed: Iterable[str]) -> Modules:
     for pattern in patterns:
         if pattern.startswith("re:"):
             with inside(fields.place(name)):
-                check(pattern[3:])
+                parsed(pattern[3:], lookaheads=True)
     return Modules(frozenset(entries) - frozenset(patterns), patterns, "Linear" in entries)
 
 
@@ -277,8 +277,7 @@ def _read_compressed_tensors(fields: Fields) -> QuantizationConfig | None:
         targets = _modules(group, "targets")
         if "weights" in group.raw:
             _check_format(group)
-            packed = group.get("format", fields.get("format")) == "pack-quantized"
-            groups.append((targets, _read_scheme(group, packed)))
+            groups.append((targets, _read_scheme(group, group.get("format", fields.get("format")) == "pack-quantized")))
     if not groups and fields.nested("kv_cache_scheme").raw:
         _warn_of_the_cache(fields, "kv_cache_scheme")
         return None
@@ -329,8 +328,7 @@ def _kind(fields: Fields) -> tuple[str, int]:
 
 def _read_packed(group: Fields, weights: Fields) -> Scheme:
     """4-bit integers of compressed-tensors (W4A16)."""
-    rows = weights.get("group_size") == -1
-    strategy = weights.choice("strategy", ("group", "channel"), default="channel" if rows else "group")
+    strategy = weights.choice("strategy", ("group", "channel"), default="channel" if weights.get("group_size") == -1 else "group")
     size = _read_group_size(weights, "group_size") if strategy == "group" else None
     what = "groups of columns in the order of their activations are not supported"
     weights.only("actorder", "weight", "static", False, what=what, hint="quantize with actorder: weight or static")

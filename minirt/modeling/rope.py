@@ -43,8 +43,7 @@ def rope_table(rope: RopeConfig, rotary_dim: int, length: int, device: torch.dev
     The first rotary_dim / 2 columns hold the cosines of the channel pairs (d, d + rotary_dim / 2), the others hold the sines.
     The angle is the fp32 product of position and inverse frequency, as in transformers.
     """
-    positions = torch.arange(length, dtype=torch.float32)
-    angles = positions[:, None] * inverse_frequencies(rope, rotary_dim, length)
+    angles = torch.arange(length, dtype=torch.float32)[:, None] * inverse_frequencies(rope, rotary_dim, length)
     # Always computed on the CPU, so that every device uses the same bits.
     return (torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor).to(device)
 
@@ -68,8 +67,7 @@ def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
     blend = rope.original_max_position / wavelengths - rope.low_freq_factor
     blend = blend / (rope.high_freq_factor - rope.low_freq_factor)
     blended = (1 - blend) * slowed / rope.factor + blend * slowed
-    between = (wavelengths >= shortest) & (wavelengths <= longest)
-    return torch.where(between, blended, slowed)
+    return torch.where((wavelengths >= shortest) & (wavelengths <= longest), blended, slowed)
 
 
 def _yarn(rope: RopeConfig, rotary_dim: int) -> Tensor:
