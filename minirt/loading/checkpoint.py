@@ -40,6 +40,7 @@ PART_BYTES = 16 << 20
 MAX_PINNED = 128 << 20  # bytes of a thread's pinned buffer; a tensor that is larger, and not read in pieces, is mapped
 THREADS = 4  # that fill a GPU's memory
 MAX_SHOWN = 200  # characters of a name or a text from a file in a message
+_UNREADABLE = "not a readable safetensors file"
 _OTHER = "config.json describes another model, or another format of its weights"
 _TRANSPOSED = "it is stored transposed, as in files of some other architectures; transpose its last two dimensions"
 MAX_HEADER = 16 << 20  # bytes; a header takes about 100 for each tensor
@@ -65,8 +66,8 @@ class Entry:
     """One tensor of the checkpoint, as its file's header describes it.
 
     Attributes:
-        start: its place in the file, in bytes.
-        stored_name: its name in the file, if `name` is not; see `_usual_names`.
+        start, nbytes: its place in the file, and its size.
+        stored_name: its name in the file; see `_usual_names`.
     """
 
     name: str
@@ -74,11 +75,8 @@ class Entry:
     shape: tuple[int, ...]
     dtype: str
     start: int = 0
+    nbytes: int = 0
     stored_name: str | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return _DTYPES[self.dtype].itemsize * math.prod(self.shape)
 
     @property
     def place(self) -> str:
@@ -96,52 +94,47 @@ class _Piece(NamedTuple):
     nbytes: int
 
 
-def _header_length(path: Path) -> int:
-    """The header's length in bytes, which the first 8 bytes of a file state; at most MAX_HEADER."""
-    if not path.is_file():  # opening a named pipe would wait
-        raise CheckpointError("is not a file, or is a broken link", where=path, hint="get the file again")
-    with path.open("rb") as file:
-        start = file.read(len(_LFS_POINTER))
-    if start == _LFS_POINTER:
-        what, hint = "is a pointer of Git LFS, not the weights", "run git lfs pull in its folder, or download the model again"
-        raise CheckpointError(what, where=path, hint=hint)
-    length = int.from_bytes(start[:8], "little")
-    if length > MAX_HEADER:
-        what, hint = "not a readable safetensors file: the header is too long", "download it again; it may be of another kind"
-        raise CheckpointError(what, where=path, expected=f"at most {MAX_HEADER} bytes", found=length, hint=hint)
-    return length
-
-
 def _read_header(path: Path) -> Iterator[Entry]:
     """The tensors of a file. safetensors checks the header, except that it silently takes the last of repeated names."""
     from safetensors import SafetensorError, safe_open
 
+    if not path.is_file():  # opening a named pipe would wait
+        raise CheckpointError("is not a file, or is a broken link", where=path, hint="get the file again")
     try:
-        length = _header_length(path)
-        with safe_open(path, framework="pt", device="cpu"), path.open("rb") as file:
-            file.seek(8)
-            header = parse_json(file.read(length).decode(), path, error=CheckpointError)
+        with path.open("rb") as file:
+            start = file.read(len(_LFS_POINTER))
+            if start == _LFS_POINTER:
+                hint = "run git lfs pull in its folder, or download the model again"
+                raise CheckpointError("is a pointer of Git LFS, not the weights", where=path, hint=hint)
+            length = int.from_bytes(start[:8], "little")
+            if length > MAX_HEADER:
+                what, hint = f"{_UNREADABLE}: the header is too long", "download it again; it may be of another kind"
+                raise CheckpointError(what, where=path, expected=f"at most {MAX_HEADER} bytes", found=length, hint=hint)
+            with safe_open(path, framework="pt", device="cpu"):
+                file.seek(8)
+                header = parse_json(file.read(length).decode(), path, error=CheckpointError)
     except (SafetensorError, OSError, ValueError) as error:
-        what = f"not a readable safetensors file: {str(error)[:MAX_SHOWN]}"
+        what = f"{_UNREADABLE}: {str(error)[:MAX_SHOWN]}"
         raise CheckpointError(what, where=path, hint="download it again; it may be truncated") from error
     header.pop("__metadata__", None)
     for name, tensor in header.items():
         if not isinstance(tensor, dict) or not isinstance(tensor["dtype"], str):  # safetensors also takes a list
-            what, expected = "not a readable safetensors file: a tensor is not described as usual", "dtype, shape, data_offsets"
+            what, expected = f"{_UNREADABLE}: a tensor is not described as usual", "dtype, shape, data_offsets"
             raise CheckpointError(what, where=f"{path}: {name[:MAX_SHOWN]}", expected=expected, found=shown(tensor))
-        yield Entry(name, path, tuple(tensor["shape"]), tensor["dtype"], 8 + length + tensor["data_offsets"][0])
+        begin, end = tensor["data_offsets"]
+        yield Entry(name, path, tuple(tensor["shape"]), tensor["dtype"], 8 + length + begin, end - begin)
 
 
-def check_total_size(files: Sequence[Path], stated: float | None) -> None:
-    """Warn if the tensor data of the files has another size than `stated`, the index's number of bytes (None: it has none).
+def check_total_size(entries: Mapping[str, Entry], stated: float | None) -> None:
+    """Warn if the tensors have another size than `stated`, the index's number of bytes (None: it has none).
 
     This is not an error: every file is checked on its own, and a conversion to another dtype may leave the old number in the
     index.
     """
-    size = sum(path.stat().st_size - 8 - _header_length(path) for path in files)
+    size = sum(entry.nbytes for entry in entries.values())
     if stated not in (None, size):
         what = f"the index states {shown(stated)} bytes of tensor data (metadata.total_size), but its files hold {size}"
-        warn(f"{files[0].parent}: {what}")
+        warn(f"{_folder(entries)}: {what}")
 
 
 def read_headers(files: Sequence[Path], index: dict[str, str] | None = None, *, tied: bool = False) -> dict[str, Entry]:
@@ -201,10 +194,7 @@ def _usual_names(entries: dict[str, Entry], tied: bool) -> dict[str, Entry]:
         notes.append(f"the embedding, which is also the head, is stored as {HEAD}")
     for note in notes:
         warn(f"{_folder(entries)}: {note}")
-    return {
-        name: entry if name == entry.name else replace(entry, name=name, stored_name=entry.name)
-        for name, entry in changed.items()
-    }
+    return {name: replace(entry, name=name, stored_name=entry.name) for name, entry in changed.items()}
 
 
 def shows_tied(entries: Mapping[str, Entry], default: bool) -> bool:

@@ -1,5 +1,6 @@
 """`load`: loads a model with its weights. `plan_model`: a model with its plan, without weights. `find`: files and config."""
 
+import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,9 +18,8 @@ from minirt.device import AbsentGPU, compute_capability, pick_device, total_memo
 from minirt.errors import ConfigError, InputError, MinirtError, ModelNotFoundError, UnsupportedError
 from minirt.layers import Layer
 from minirt.loading import checkpoint
-from minirt.loading.checkpoint import Entry
+from minirt.loading.checkpoint import Entry, shows_tied
 from minirt.loading.hub import ModelFiles, find_model_files, remote_headers, with_present_weights
-from minirt.loading.inferred_config import inferred_config
 from minirt.loading.memory import MemoryPlan, does_not_fit, out_of_memory_while, plan_memory, sequences_that_fit
 from minirt.loading.options import EMBEDDED, LoadOptions
 from minirt.loading.stored_formats import StoredFormats, fuse_experts, stored_formats
@@ -40,6 +40,7 @@ Way = tuple[str, dict[str, Any]]  # how to make a model fit, in words, and the l
 # Values of a weight. An H200 reads this number of bytes in less than 1 µs; a kernel that rounds the input to FP8 takes 1.6 µs.
 _SMALL = 4 << 20
 _OTHER_FAMILIES = ("gemma", "mixtral", "gpt-oss", "phi-", "glm-", "deepseek-v", "falcon", "gpt2")  # names that users try
+_QKV, _MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
 _DTYPE_NAMES = {
     "half": "float16", "fp16": "float16", "f16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32",
     "f32": "float32", "fp8_e4m3": "fp8", "float8_e4m3fn": "fp8", "q8_0": "fp8",
@@ -78,9 +79,8 @@ def find(model: str | Path, revision: str | None, *, need_weights: bool, progres
     config, fields = models.parse_config(files.config, config_file), models.decoder_fields(files.config)
     check_token_ids(fields, config_file, config.vocab_size)
     check_token_ids(files.generation_config or {}, str(files.folder / "generation_config.json"), config.vocab_size)
-    stated = files.hf_quant_config
-    producer = None if stated is None else Fields(stated, str(files.folder / "hf_quant_config.json"))
-    return Source(files, config, read_quantization(Fields(fields, config_file), producer))
+    stated, file = files.hf_quant_config, str(files.folder / "hf_quant_config.json")
+    return Source(files, config, read_quantization(Fields(fields, config_file), None if stated is None else Fields(stated, file)))
 
 
 def _with_advice(
@@ -402,6 +402,71 @@ def _headers(source: Source, options: LoadOptions) -> tuple[Source, Mapping[str,
     return source, None, None
 
 
+def inferred_config(raw: Mapping[str, Any], config: ModelConfig, entries: Mapping[str, Entry]) -> tuple[ModelConfig, str | None]:
+    """The config with the values that the tensors show, for fields that the file does not state, or states twice and differently.
+
+    Fields that the architecture does not have stay open. What the file states is not changed, so tensors that contradict it are
+    refused later.
+
+    Args:
+        raw: config.json, from which `config` was read.
+        entries: see `checkpoint.read_headers`.
+    Returns:
+        The config, and a note that names the fields; None: the defaults are right.
+    """
+    inner, changed = raw.get("text_config") or {}, dict[str, Any]()
+    for name, value in _shown(config, entries).items():
+        stated = [level[name] for level in (raw, inner) if level.get(name) is not None]
+        if stated and all(statement == stated[0] for statement in stated):
+            continue
+        fields = changed | {name: value}
+        candidate = {**raw, **fields}
+        if inner:  # the head's tie may stand at both levels, and other fields of the decoder only there
+            tie = {key: fields[key] for key in ("tie_word_embeddings",) if key in fields}
+            candidate = {**raw, **tie, "text_config": inner | fields}
+        with suppress(ConfigError, UnsupportedError):
+            if (parsed := models.parse_config(candidate)) != config:
+                config, changed = parsed, fields
+    if not changed:
+        return config, None
+    values = ", ".join(f"{name} is {str(value).lower()}" for name, value in changed.items())
+    return config, f"config.json does not say it clearly; by the tensors, {values}"
+
+
+def _shown(config: ModelConfig, entries: Mapping[str, Entry]) -> dict[str, Any]:
+    """The values that differ from `config`, by the names of their fields in config.json."""
+    values: dict[str, Any] = {}
+    if (tied := shows_tied(entries, config.tie_word_embeddings)) != config.tie_word_embeddings:
+        values["tie_word_embeddings"] = tied
+    attention, mlp = (_modules(entries, name) for name in ("self_attn.q_proj", "mlp.gate_proj"))
+    if attention:
+        query, key, norm = (entries.get(f"{attention[0]}.{name}.weight") for name in ("q_proj", "k_proj", "q_norm"))
+        if query is not None and key is not None and min(len(query.shape), len(key.shape)) == 2:
+            size = query.shape[0] // config.num_heads if norm is None else math.prod(norm.shape)
+            heads = key.shape[0] // max(1, size)
+            values |= {"head_dim": size} if size != config.head_dim else {}
+            values |= {"num_key_value_heads": heads} if heads != config.num_kv_heads else {}
+    for field, prefixes, names, expected in (
+        ("qkv_bias", attention, _QKV, config.qkv_bias),
+        ("attention_bias", attention, (*_QKV, "o_proj"), config.qkv_bias and config.o_bias),
+        ("mlp_bias", mlp, _MLP, config.mlp_bias),
+    ):
+        biased = {f"{prefix}.{name}.bias" in entries for prefix in prefixes for name in names}
+        if len(biased) == 1 and expected not in biased:
+            values[field] = not expected
+    if config.moe is not None:
+        dense = [i for i in range(config.num_layers) if f"model.layers.{i}.mlp" in mlp]
+        if dense != [i for i in range(config.num_layers) if not config.is_mixture(i)]:
+            values["mlp_only_layers"] = dense
+    return values
+
+
+def _modules(entries: Mapping[str, Entry], part: str) -> list[str]:
+    """The modules of the decoder's layers that have a weight or a packed weight of `part`, in the order of the files."""
+    weight = re.compile(rf"(model\.layers\.\d+\.{re.escape(part.rpartition('.')[0])})\.{part.rpartition('.')[2]}\.q?weight")
+    return [match[1] for match in map(weight.fullmatch, entries) if match is not None]
+
+
 @dataclass(frozen=True)
 class LoadedModel:
     """A model with its weights, and the other contents of its files.
@@ -448,7 +513,7 @@ def load(options: LoadOptions, progress: LoadProgress | None = None) -> LoadedMo
             if isinstance(head, SomeRows):  # the ids that drafts may have, before the rows are loaded
                 head.ids = draft_ids(tokenizer, len(head.ids), config.vocab_size, options.speculative.draft_vocab_text)
     if weights is not None:
-        checkpoint.check_total_size(weights.weight_files, weights.total_size)
+        checkpoint.check_total_size(entries or {}, weights.total_size)
     plan = plan_memory(model, length, device, options)
     if not plan.fits:
         raise does_not_fit(plan, str(device), remedy(options, device))

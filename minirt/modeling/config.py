@@ -283,12 +283,10 @@ class Fields:
         return f"{self.file}, field {self._path(name)}"
 
     def wrong(
-        self, name: str, what: str, expected: object = None, *, found: object = _UNSET, hint: str | None = None,
-        error: type[MinirtError] = ConfigError,
-    ) -> MinirtError:  # fmt: skip
-        """The error for a field with a wrong value. `found`: what the message shows instead of that value."""
-        stated = shown(self.raw.get(name)) if found is _UNSET else found
-        return error(what, where=self.place(name), expected=expected, found=stated, hint=hint)
+        self, name: str, what: str, expected: object = None, *, error: type[MinirtError] = ConfigError, **message: Any
+    ) -> MinirtError:
+        """The error for a field with a wrong value. `message`: its `hint`, and a `found` other than that value."""
+        return error(what, where=self.place(name), expected=expected, **{"found": shown(self.raw.get(name))} | message)
 
     def unsupported(self, name: str, what: str, expected: object = None, **message: Any) -> MinirtError:
         """The same for a value that minirt does not support. `message`: see `wrong`."""

@@ -155,12 +155,15 @@ class Model:
         rows: list[PlanRow] = []
         bound: dict[int, tuple[str, str]] = {}
         counted: set[int] = set()
-        used = [False] * len(rules)
+        for pattern, name in rules:
+            if not any(fnmatchcase(layer.name, pattern) for layer in self.unique_layers()):
+                names, expected = some_names(list(self.unique_layers())), "a name or glob such as 'layers.*.mlp'"
+                raise UnsupportedError("matches no layer", where=f"--impl {pattern}={name}", expected=expected, found=names)
         for layer in (layer for model in self._models for layer in model.layers):
             wanted, why = default, "the default" if default == "auto" else worded_place(f"--impl {default}")
-            for i, (pattern, name) in enumerate(rules):
+            for pattern, name in rules:
                 if fnmatchcase(layer.name, pattern):
-                    wanted, why, used[i] = name, worded_place(f"--impl {pattern}={name}"), True
+                    wanted, why = name, worded_place(f"--impl {pattern}={name}")
             if id(layer) not in bound:
                 bound[id(layer)] = self._bind(layer, wanted, why)
             first_used = [p for p in layer.parameters() if id(p) not in counted]
@@ -171,10 +174,6 @@ class Model:
             rows.append(PlanRow(
                 layer.name, layer.kind, *bound[id(layer)], str(self.dtype).removeprefix("torch."), formats, size, capturable,
             ))  # fmt: skip
-        for (pattern, name), matched in zip(rules, used, strict=True):
-            if not matched:
-                names, expected = some_names(list(self.unique_layers())), "a name or glob such as 'layers.*.mlp'"
-                raise UnsupportedError("matches no layer", where=f"--impl {pattern}={name}", expected=expected, found=names)
         checkpoint, notes = (self.formats.checkpoint, self.formats.notes) if self.formats else (None, ())
         device, size = str(self.device), self.num_parameters
         self.plan = Plan(tuple(rows), device, not_capturable(rows, device), checkpoint, notes, self.config.model_type, size)

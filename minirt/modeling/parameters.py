@@ -28,10 +28,6 @@ class Interleaved:
     blocks: tuple[int, ...]
     index: int
 
-    def stored_rows(self, rows: int) -> int:
-        """Rows of the checkpoint's linear, of which this one has `rows`."""
-        return rows // self.blocks[self.index] * sum(self.blocks)
-
     def take(self, source: Tensor, rows: int, dimension: int, name: str) -> Tensor:
         """The part of a tensor of the linear, which has `rows` rows, alone or in groups in this dimension."""
         if source.numel() == 1:  # a scale of the whole weight
@@ -60,7 +56,7 @@ class Part:
     @property
     def stored_rows(self) -> int:
         """Rows of the checkpoint's linear."""
-        return self.rows if self.of is None else self.of.stored_rows(self.rows)
+        return self.rows if self.of is None else self.rows // self.of.blocks[self.of.index] * sum(self.of.blocks)
 
 
 class Parameter(ABC):
