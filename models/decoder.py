@@ -26,15 +26,14 @@ class Window:
 
     Attributes:
         size: the default of `sliding_window`; None: no window.
-        used: the default of `use_sliding_window`; None: there is no such field, and a window is always used.
+        used: the default of `use_sliding_window`; None: there is no such field, and a window is always used, in all layers. Else
+            `layer_types` decides which layers have one.
         first: the default of `max_window_layers`, the first layer with a window; None: there is no such field, and all have one.
-        listed: whether `layer_types` decides which layers have a window.
     """
 
     size: int | None = None
     used: bool | None = True
     first: int | None = None
-    listed: bool = True
 
 
 NO_WINDOW = Window()
@@ -188,10 +187,8 @@ def _window(fields: Fields, num_layers: int, absent: Window) -> int | None:
     if absent.size is None and fields.get("use_sliding_window") and "sliding_window" not in fields.raw:
         raise fields.missing("sliding_window", "a number of tokens, or null, if use_sliding_window is true")
     window = fields.integer_or_none("sliding_window", default=absent.size, minimum=0)
-    first = 0
-    if absent.first is not None:
-        first = fields.integer("max_window_layers", default=absent.first)
-    if kinds is not None and absent.listed:
+    first = 0 if absent.first is None else fields.integer("max_window_layers", default=absent.first)
+    if kinds is not None and absent.used is not None:
         if "sliding_attention" not in kinds:
             return None
         if not used or not window:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from minirt.device import compute_capability, interpreter_unsupported, interpreting, is_nvidia, triton_installed
-from minirt.errors import InputError, UnsupportedError
+from minirt.errors import ConfigError, InputError, UnsupportedError
 from minirt.modeling.config import ModelConfig, RopeConfig
 from minirt.modeling.parameters import PackedLinear, Parameter
 from minirt.modeling.rope import query_scales, rope_table
@@ -114,12 +114,15 @@ class Layer:
 
     Attributes:
         kind: the name for which implementations are registered, and the default of the layer's own name.
+        needs_cache: the error if it gets no `kv`; "": it needs none.
         cache_spec: what the layer keeps between steps, and gets as `kv`; None: nothing. Only layers with a cache spec may use
             other tokens than a row's own, so `Select` comes after the last of them.
         residual: whether it adds to the residual stream.
         reads_tokens: whether it makes the residual stream from the tokens, and ignores its input: the first layer, and no other.
         selects_rows: whether it keeps only the rows that need logits: at most one layer, after the last with a cache spec.
         needs_every_row: whether it uses the rows of all tokens though it has no cache spec, so that `Select` comes after it.
+        ropes: the rotary tables that the layer takes from `context.rope`, as its arguments: the rope, and how many channels of a
+            head are rotated. Layers with equal ones share a table.
         makes_logits: whether its output is logits: the last layer, and no other.
         kernel_tables: modules of `minirt.kernels` with the tables of its kernels beside those of linear layers and experts.
     """
@@ -129,9 +132,11 @@ class Layer:
     reads_tokens: ClassVar[bool] = False
     selects_rows: ClassVar[bool] = False
     makes_logits: ClassVar[bool] = False
+    needs_cache: ClassVar[str] = ""
     kernel_tables: ClassVar[tuple[str, ...]] = ()
     cache_spec: CacheSpec | None = None
     needs_every_row: bool = False
+    ropes: Sequence[tuple[RopeConfig, int]] = ()
 
     def __init__(self, config: ModelConfig, name: str = "") -> None:
         self.config, self.name = config, name or self.kind
@@ -161,12 +166,6 @@ class Layer:
     def step_state_bytes(self) -> int:
         """Bytes of one sequence's state that a step of one token reads and writes: by default, all of it is read and written."""
         return 0 if self.cache_spec is None else 2 * self.cache_spec.state_bytes
-
-    @property
-    def ropes(self) -> Sequence[tuple[RopeConfig, int]]:
-        """The rotary tables that the layer takes from `context.rope`, as its arguments: the rope, and how many channels of a head
-        are rotated. Layers with equal ones share a table."""
-        return ()
 
     @property
     def activation_values(self) -> int:
@@ -236,6 +235,8 @@ class Layer:
     def __call__(self, x: Tensor, batch: Batch, kv: LayerCache | None = None) -> Tensor:
         if self._forward is None:
             raise UnsupportedError("the layer has no implementation yet", where=self.name, hint="call Model.resolve first")
+        if kv is None and self.needs_cache:
+            raise ConfigError(self.needs_cache, where=self.name)
         return self._forward(x, batch, kv)
 
 

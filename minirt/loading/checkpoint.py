@@ -81,7 +81,7 @@ class Entry:
     @property
     def place(self) -> str:
         """File and name, for messages."""
-        return f"{self.file}: {self.name}"
+        return f"{self.file}: {self.name[:MAX_SHOWN]}"
 
 
 class _Piece(NamedTuple):
@@ -345,8 +345,8 @@ def load(
         entry, (holders, spec) = piece.entry, wanted[piece.entry.name]
         if check_weights and (bad := _not_finite(tensor)):
             raise CheckpointError(f"{bad} NaN or Inf values", where=entry.place)
-        if spec.positive or spec.nonzero:
-            _check_scale(entry, tensor, negative=not spec.positive)
+        if spec.scale is not None:
+            _check_scale(entry, tensor, spec.scale == "nonzero")
         if spec.values is not None and (values := tensor.tolist()) != list(spec.values):
             raise CheckpointError("wrong values", where=entry.place, expected=list(spec.values), found=shown(values))
         with inside(entry.place):

@@ -249,22 +249,22 @@ def plan_model(options: LoadOptions, gpu: AbsentGPU | None = None) -> Model:
     from the Hub. If that fails, the plan follows what config.json states, and has a note.
     """
     source, entries, settled = _headers(find(options.model, options.revision, need_weights=False), options)
-    planned, idle = _without_weights(options, source, entries, pick_device(options.device) if gpu is None else gpu)
+    planned, notes = _without_weights(options, source, entries, pick_device(options.device) if gpu is None else gpu)
     planned.resolve(options.impl)
     planned.plan = planned.plan.with_cuda_graphs(options.cuda_graphs)
-    _add_notes(planned, idle, settled, _slow(planned, options))
+    _add_notes(planned, *notes, settled, _slow(planned, options))
     return planned
 
 
 def _without_weights(
     options: LoadOptions, source: Source, entries: Mapping[str, Entry] | None, device: torch.device | AbsentGPU
-) -> tuple[Model, str | None]:
+) -> tuple[Model, list[str]]:
     """The model with its dtypes, compared with the headers of the checkpoint, and what `_match` returns."""
     model = build(options, source, entries, device)
     model.device = cast(torch.device, device)
     model.dtype = pick_dtype(options.dtype, source.config, model.device)
     model.kv_dtype = pick_kv_dtype(options.kv_cache_dtype, model.dtype)
-    return model, _match(model, entries, options) if entries is not None else None
+    return model, _match(model, entries, options) if entries is not None else []
 
 
 def _slow(model: Model, options: LoadOptions) -> str | None:
@@ -292,25 +292,27 @@ def _eager_layers(model: Model, options: LoadOptions) -> str | None:
     return worded(f"{what} (use {' and '.join(ways)})") if ways and compute_capability(model.device) < (8, 9) else what
 
 
-def _match(model: Model, entries: Mapping[str, Entry], options: LoadOptions) -> str | None:
+def _match(model: Model, entries: Mapping[str, Entry], options: LoadOptions) -> list[str]:
     """Compare the headers with the model, and warn of tensors that it does not use. A composed model may use a part of them.
 
     Returns:
-        A note for the plan if a draft model is left out. That needs no warning, as it changes no result.
+        Notes for the plan, of what needs no warning: a draft model that is left out changes no result, and AutoGPTQ writes biases
+        of zeros, which Qwen's releases have.
     """
-    matched, idle = checkpoint.match(model, entries, options.layers is not None), None
+    matched, notes = checkpoint.match(model, entries, options.layers is not None), list[str]()
     if options.layers is None:
         mtp, unused = model.config.mtp, list(matched.unused)
         if mtp is not None and mtp.num_layers != 0:
             unused = [name for name in unused if not name.startswith(checkpoint.DRAFTS)]
             if count := len(matched.unused) - len(unused):
-                idle = worded(f"{count} tensors {checkpoint.DRAFTS}* are not loaded: --speculate mtp makes drafts with them")
+                notes += [worded(f"{count} tensors {checkpoint.DRAFTS}* are not loaded: --speculate mtp makes drafts with them")]
         checkpoint.warn_of_extras(unused, options.model)
-    quantized = {m for p in model.parameters() if p.format is not None for m in p.modules}  # of those, the plan has a note
-    if biases := [name for name in matched.zero_biases if name.removesuffix(".bias") not in quantized]:
-        what = f"{len(biases)} biases of linear layers that have none are not used; loading checks that they are zero"
-        warn(f"{options.model}: {what}")
-    return idle
+    quantized = {m for p in model.parameters() if p.format is not None for m in p.modules}
+    plain = sum(name.removesuffix(".bias") not in quantized for name in matched.zero_biases)
+    what = "biases of linear layers that have none are not used; loading checks that they are zero"
+    if plain:
+        warn(f"{options.model}: {plain} {what}")
+    return notes if plain == len(matched.zero_biases) else [*notes, f"{len(matched.zero_biases) - plain} {what}"]
 
 
 def plan_load(options: LoadOptions, gpu: AbsentGPU | None = None) -> tuple[Model, MemoryPlan]:
@@ -435,30 +437,28 @@ def inferred_config(raw: Mapping[str, Any], config: ModelConfig, entries: Mappin
 
 def _shown(config: ModelConfig, entries: Mapping[str, Entry]) -> dict[str, Any]:
     """The values that differ from `config`, by the names of their fields in config.json."""
-    values: dict[str, Any] = {}
-    if (tied := shows_tied(entries, config.tie_word_embeddings)) != config.tie_word_embeddings:
-        values["tie_word_embeddings"] = tied
+    tied = config.tie_word_embeddings
+    values: dict[str, tuple[Any, Any]] = {"tie_word_embeddings": (shows_tied(entries, tied), tied)}  # and those of `config`
     attention, mlp = (_modules(entries, name) for name in ("self_attn.q_proj", "mlp.gate_proj"))
     if attention:
         query, key, norm = (entries.get(f"{attention[0]}.{name}.weight") for name in ("q_proj", "k_proj", "q_norm"))
         if query is not None and key is not None and min(len(query.shape), len(key.shape)) == 2:
             size = query.shape[0] // config.num_heads if norm is None else math.prod(norm.shape)
-            heads = key.shape[0] // max(1, size)
-            values |= {"head_dim": size} if size != config.head_dim else {}
-            values |= {"num_key_value_heads": heads} if heads != config.num_kv_heads else {}
+            heads = key.shape[0] // max(1, size), config.num_kv_heads
+            values |= {"head_dim": (size, config.head_dim), "num_key_value_heads": heads}
     for field, prefixes, names, expected in (
         ("qkv_bias", attention, _QKV, config.qkv_bias),
         ("attention_bias", attention, (*_QKV, "o_proj"), config.qkv_bias and config.o_bias),
         ("mlp_bias", mlp, _MLP, config.mlp_bias),
     ):
         biased = {f"{prefix}.{name}.bias" in entries for prefix in prefixes for name in names}
-        if len(biased) == 1 and expected not in biased:
-            values[field] = not expected
+        if len(biased) == 1:
+            values[field] = biased.pop(), expected
     if config.moe is not None:
-        dense = [i for i in range(config.num_layers) if f"model.layers.{i}.mlp" in mlp]
-        if dense != [i for i in range(config.num_layers) if not config.is_mixture(i)]:
-            values["mlp_only_layers"] = dense
-    return values
+        layers = range(config.num_layers)
+        dense = [i for i in layers if f"model.layers.{i}.mlp" in mlp]
+        values["mlp_only_layers"] = dense, [i for i in layers if not config.is_mixture(i)]
+    return {name: shown for name, (shown, expected) in values.items() if shown != expected}
 
 
 def _modules(entries: Mapping[str, Entry], part: str) -> list[str]:
@@ -505,7 +505,7 @@ def load(options: LoadOptions, progress: LoadProgress | None = None) -> LoadedMo
     if weights is not None:
         source, entries, settled = _settled(source, weights)
     config = source.config
-    model, idle = _without_weights(options, source, entries, device)
+    model, notes = _without_weights(options, source, entries, device)
     tokenizer = Tokenizer.load(files.folder) if files else None
     check_vocabulary(tokenizer, config)
     if model.draft_model is not None and isinstance(options.speculative, SpeculativeOptions):
@@ -520,7 +520,7 @@ def load(options: LoadOptions, progress: LoadProgress | None = None) -> LoadedMo
     with out_of_memory_while("allocating the weights", device):
         model.allocate(device, model.dtype, length, model.kv_dtype)
     model.resolve(options.impl)
-    _add_notes(model, idle, settled, slow := _slow(model, options))
+    _add_notes(model, *notes, settled, slow := _slow(model, options))
     if slow is not None:
         warn(slow)
     bytes_read, unused = 0, tuple[str, ...]()

@@ -155,12 +155,10 @@ def plan_memory(
     fixed = weights + other
     if on_cpu:
         budget = free if asked is not None else min(free, fixed + int(max(0, free - fixed) * CPU_SHARE))
-    candidates = (CPU_NUM_BATCHED_TOKENS,) if on_cpu else NUM_BATCHED_TOKENS
-    if options.max_num_batched_tokens is not None:
-        candidates = (options.max_num_batched_tokens,)
+    defaults = (CPU_NUM_BATCHED_TOKENS,) if on_cpu else NUM_BATCHED_TOKENS
     step_bytes = step_bytes or partial(estimate_step, model, cuda_graphs=options.cuda_graphs)
     step, pages, snapshots, drafts = 0, 0, 0, options.draft_needs
-    for tokens in candidates:
+    for tokens in defaults if options.max_num_batched_tokens is None else (options.max_num_batched_tokens,):
         limits = EngineLimits(
             length, options.max_num_seqs, tokens, max_drafts=drafts.max_drafts, keeps_history=drafts.needs_history
         )
@@ -172,8 +170,7 @@ def plan_memory(
         pages = full if not page else max(0, min((room - snapshots * state) // page, full))
         if pages >= (-(-length // PAGE_SIZE) if asked is None else asked):
             break
-    if asked is not None:
-        pages = asked
+    pages = pages if asked is None else asked
     context = min(length, pages * PAGE_SIZE) if page else length
     return MemoryPlan(
         weights, other, step, page, pages, free, budget, total_memory(device), others, full, context, tokens,

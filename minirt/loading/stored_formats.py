@@ -7,7 +7,7 @@ tensors mean. Where the two contradict each other, loading is refused. transform
 
 import sys
 from bisect import bisect_left
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from minirt.errors import CheckpointError, ConfigError, UnsupportedError
@@ -15,7 +15,6 @@ from minirt.layers import Layer
 from minirt.loading.checkpoint import MAX_SHOWN, Entry, attention_scales, some_names
 from minirt.modeling import formats
 from minirt.modeling.formats import E4M3, FLOATS, INT32, LinearFormat
-from minirt.modeling.parameters import Parameter
 from minirt.modeling.quantization_config import INT4_LAYOUTS, LOAD_UNQUANTIZED, QuantizationConfig, Scheme, fp8_scheme
 from minirt.wording import warn
 
@@ -71,7 +70,6 @@ def stored_formats(
         _refuse_foreign(entries, stated)
     schemes: dict[str, Scheme] = {}
     modules: list[str] = []
-    biases: list[str] = []
     parameters = [(layer, parameter) for layer in layers for parameter in layer.parameters()]
     plain = [parameter for _, parameter in parameters if not parameter.quantizable]
     for parameter in plain:
@@ -91,7 +89,6 @@ def stored_formats(
             what = "these weights are computed together and must have one format"
             raise UnsupportedError(what, where=layer.name, found=different, hint=LOAD_UNQUANTIZED)
         schemes |= {module: scheme for module, scheme in parts.items() if scheme is not None}
-        biases += search.biases(parameter, schemes)
     if stated is None:
         return None
     if not schemes:
@@ -102,14 +99,12 @@ def stored_formats(
     ends = [(name, *name.rpartition(".")[::2]) for name in entries or ()]
     inputs = [name for name, module, last in ends if last in _INPUT_SCALES and module in schemes]
     kv = attention_scales(entries or (), modules)
-    notes = _notes(schemes.values(), inputs, kv, biases, entries is None)
     method = f"{stated.method}: {'; '.join(sorted(set(map(str, schemes.values()))))}"
-    return StoredFormats({m: search.format(m, scheme) for m, scheme in schemes.items()}, method, notes, (*inputs, *kv))
+    notes, unused = _notes(schemes.values(), inputs, kv, entries is None), (*inputs, *kv)
+    return StoredFormats({m: search.format(m, scheme) for m, scheme in schemes.items()}, method, notes, unused)
 
 
-def _notes(
-    schemes: Iterable[Scheme], inputs: Sequence[str], kv: Sequence[str], biases: Sequence[str], unseen: bool
-) -> tuple[str, ...]:
+def _notes(schemes: Iterable[Scheme], inputs: Sequence[str], kv: Sequence[str], unseen: bool) -> tuple[str, ...]:
     stated = {scheme.activations for scheme in schemes if scheme.scales != "group"}
     count = f"{len(inputs)} input scales are not used: " if inputs else ""
     kv_user = "attention" if any(name.endswith((".q_scale", ".prob_scale")) for name in kv) else "the KV cache"
@@ -120,7 +115,6 @@ def _notes(
         f"{len(kv)} scales of {kv_user} are not used: FP8 pages have a scale for each token and head": kv,
         "config.json states desc_act; loading checks that each g_idx has the columns in their own order":
             any(scheme.ordered for scheme in schemes),
-        f"{len(biases)} biases of linear layers that have none are not used; loading checks that they are zero": biases,
     }  # fmt: skip
     return tuple(note for note, holds in notes.items() if holds)
 
@@ -215,12 +209,6 @@ class _Search:
                 what = "config.json ties the head to the embedding, but the checkpoint has a quantized head"
                 raise ConfigError(what, where=entry.place, hint="set tie_word_embeddings to false in config.json")
 
-    def biases(self, parameter: Parameter, quantized: Container[str]) -> list[str]:
-        """Names of biases of quantized linears that have none. AutoGPTQ writes zeros: Qwen's releases have them."""
-        used = {name for name, *_ in parameter.expected()}
-        names = [f"{module}.bias" for module in parameter.modules if module in quantized]
-        return [name for name in names if name in self.entries and name not in used]
-
 
 def _refuse_foreign(entries: Mapping[str, Entry], stated: QuantizationConfig | None) -> None:
     """Refuse tensors of formats that minirt does not know, and those of 4-bit weights where none are stated."""
@@ -235,7 +223,7 @@ def _refuse_foreign(entries: Mapping[str, Entry], stated: QuantizationConfig | N
             hint = "the quantization_config of config.json is missing; older releases have it in quantize_config.json"
             if stated is not None:
                 hint = f"{stated.place} states {stated.method}"
-        raise UnsupportedError(what, where=f"{entry.file}: {name[:MAX_SHOWN]}", hint=hint)
+        raise UnsupportedError(what, where=entry.place, hint=hint)
 
 
 def fuse_experts(layers: Iterable[Layer], entries: Mapping[str, Entry] | None) -> None:
@@ -258,16 +246,14 @@ def fuse_experts(layers: Iterable[Layer], entries: Mapping[str, Entry] | None) -
             continue
         single = next((n for p in fusible for module in p.modules for n in _beginning(names, f"{module}.")), None)
         if single is not None:
-            what, place = f"{layer.name} has fused experts and single ones", f"{entries[single].file}: {single[:MAX_SHOWN]}"
-            first = stored[0].name[:MAX_SHOWN]
-            raise CheckpointError(what, where=place, expected="one of the two forms", found=first, hint=_BOTH)
+            what, first = f"{layer.name} has fused experts and single ones", stored[0].name[:MAX_SHOWN]
+            raise CheckpointError(what, where=entries[single].place, expected="one of the two forms", found=first, hint=_BOTH)
         for entry in stored:
             what, expected = "quantized experts in one tensor are not supported", " or ".join(FLOATS)
             if entry.name not in fused:
                 what, expected = "beside fused experts, this tensor has no known meaning", f"only {' and '.join(fused)}"
             if entry.name not in fused or entry.dtype not in FLOATS:
-                place = f"{entry.file}: {entry.name[:MAX_SHOWN]}"
-                raise UnsupportedError(what, where=place, expected=expected, found=entry.dtype, hint=_FUSED_QUANTIZED)
+                raise UnsupportedError(what, where=entry.place, expected=expected, found=entry.dtype, hint=_FUSED_QUANTIZED)
         for parameter in fusible:
             parameter.fuse()
 

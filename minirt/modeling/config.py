@@ -140,11 +140,6 @@ class GatedDeltaNetConfig:
     layers: frozenset[int]
     grouped: bool = False
 
-    @property
-    def state_values(self) -> int:
-        """Values of the matrices of all heads of a layer."""
-        return self.num_v_heads * self.head_k_dim * self.head_v_dim
-
 
 @dataclass(frozen=True)
 class MoEConfig:

@@ -34,8 +34,7 @@ class TensorSpec(NamedTuple):
     Attributes:
         shape: the usual shape. `also`: other shapes of the same values.
         dtypes: the dtypes that it may have, by their names in safetensors files.
-        positive: whether every value must be finite and above 0, as in a scale.
-        nonzero: whether every value must be finite and not 0, as in a scale that may be negative.
+        scale: "positive" or "nonzero": every value must be finite, and above 0 or not 0; None: they are not scales.
         values: the values that it must have; None: any.
         pieces: whether ranges of the first dimension may be loaded one by one.
     """
@@ -44,8 +43,7 @@ class TensorSpec(NamedTuple):
     shape: tuple[int, ...]
     dtypes: tuple[str, ...] = FLOATS
     also: tuple[tuple[int, ...], ...] = ()
-    positive: bool = False
-    nonzero: bool = False
+    scale: str | None = None
     values: tuple[int, ...] | None = None
     pieces: bool = False
 
@@ -196,7 +194,7 @@ class StoredFp8(_Stored, QuantizedToFp8):
     def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
         yield TensorSpec(f"{module}.weight", (rows, K), (E4M3,), pieces=True)
         shape, also = ((1,), ((), (1, 1))) if self.per_tensor else ((rows, 1), ((rows,),))
-        yield TensorSpec(f"{module}.{self.scale}", shape, also=also, positive=True)
+        yield TensorSpec(f"{module}.{self.scale}", shape, also=also, scale="positive")
 
     def place_scale(self, source: Tensor, scale: Tensor, rows: Sequence[int], place: slice) -> None:
         scale[place].copy_(source.flatten())
@@ -222,7 +220,7 @@ class StoredFp8Blocks(_Stored):
     def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
         yield TensorSpec(f"{module}.weight", (rows, K), (E4M3,), pieces=True)
         n, k = -(-rows // FP8_BLOCK), -(-K // FP8_BLOCK)
-        yield TensorSpec(f"{module}.{self.scale}", (n, k), also=((n, 1, k, 1),), positive=True)
+        yield TensorSpec(f"{module}.{self.scale}", (n, k), also=((n, 1, k, 1),), scale="positive")
 
     def scale_shape(self, rows: Sequence[int], K: int) -> tuple[int, ...]:
         return -(-sum(rows) // self.group_rows(rows)), -(-K // FP8_BLOCK)
@@ -308,9 +306,8 @@ class StoredInt4(_Int4):
 
         yield TensorSpec(f"{module}.{layout.value_name}", stored(words), (INT32,))
         also = ((rows,),) if groups == 1 and not layout.transposed else ()
-        yield TensorSpec(
-            f"{module}.{layout.scale_name}", stored((rows, groups)), also=also, positive=not symmetric, nonzero=symmetric
-        )
+        sign = "nonzero" if symmetric else "positive"
+        yield TensorSpec(f"{module}.{layout.scale_name}", stored((rows, groups)), also=also, scale=sign)
         if layout.shape_name is not None:
             yield TensorSpec(f"{module}.{layout.shape_name}", (2,), (INT64, INT32), values=(rows, K))
         if layout.symmetric_zeros or not symmetric:

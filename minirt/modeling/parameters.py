@@ -128,15 +128,11 @@ class PackedLinear(Parameter):
         self._places: dict[str, list[tuple[Part, slice]]] = {name: [] for name in self.modules}
         for part, stop in zip(self.parts, accumulate(self.rows), strict=True):
             self._places[part.name].append((part, slice(stop - part.rows, stop)))
-        self.in_features = in_features
+        self.in_features, self.out_features = in_features, sum(self.rows)
         self.has_bias, self.quantizable = bias, quantizable
         self.weight: Tensor = torch.empty(0)
         self.scale: Tensor | None = None
         self.bias: Tensor | None = None
-
-    @property
-    def out_features(self) -> int:
-        return sum(self.rows)
 
     @property
     def num_parameters(self) -> int:

@@ -27,7 +27,7 @@ FORMATS = {
 def random_tensors(linear):
     """A tensor for each that fills the linear."""
     random, tensors = torch.Generator().manual_seed(5), {}
-    for name, shape, dtypes, _, positive, nonzero, values, _ in linear.expected():
+    for name, shape, dtypes, _, scale, values, _ in linear.expected():
         if values is not None:
             tensors[name] = torch.tensor(values)
         elif name.endswith("g_idx"):
@@ -36,7 +36,7 @@ def random_tensors(linear):
             tensors[name] = torch.randint(-(2**31), 2**31, shape, generator=random).to(torch.int32)
             if name.endswith("qzeros"):
                 tensors[name] &= 0x77777777
-        elif positive or nonzero:
+        elif scale is not None:
             tensors[name] = torch.rand(shape, generator=random) + 0.5
         else:
             tensor = torch.randn(shape, generator=random)
