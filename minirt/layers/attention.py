@@ -44,9 +44,7 @@ class Attention(Layer):
         self.settings = settings = settings or config.attention()
         h, d, centered = config.hidden_size, settings.head_dim, config.zero_centered_norms
         q_rows, kv_rows = settings.num_heads * d, settings.num_kv_heads * d
-        q, k, v, o, gate, q_norm, k_norm = checkpoint_names(
-            prefix, "q_proj k_proj v_proj o_proj gate_proj q_norm k_norm", names
-        )
+        q, k, v, o, gate, q_norm, k_norm = checkpoint_names(prefix, "q_proj k_proj v_proj o_proj gate_proj q_norm k_norm", names)
         self.ropes = () if settings.rope is None else ((settings.rope, settings.rotary_dim),)
         self.cache_spec = PagesSpec(settings.num_kv_heads, d)
         self.norm = NormWeight(norm, h, centered)

@@ -42,9 +42,8 @@ class LayerContext:
     """
 
     def __init__(
-        self, max_model_len: int, device: torch.device, kv_dtype: torch.dtype = torch.float32,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:  # fmt: skip
+        self, max_model_len: int, device: torch.device, kv_dtype: torch.dtype = torch.float32, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.max_model_len, self.device, self.kv_dtype, self.dtype = max_model_len, device, kv_dtype, dtype
         self.undoable = 0
         self._ropes: dict[tuple[RopeConfig, int], Tensor] = {}

@@ -96,10 +96,8 @@ class GatedDeltaNet(Layer):
 
     def weights(self) -> operands.GatedDeltaWeights:
         """The weights beside the projections."""
-        eps = self.config.rms_norm_eps
-        return operands.GatedDeltaWeights(
-            self.conv.weight.view(-1, WIDTH), self.A_log.weight, self.dt_bias.weight, self.gated_norm.weight, eps
-        )
+        conv, eps = self.conv.weight.view(-1, WIDTH), self.config.rms_norm_eps
+        return operands.GatedDeltaWeights(conv, self.A_log.weight, self.dt_bias.weight, self.gated_norm.weight, eps)
 
     def state(self, kv: LayerState) -> operands.GatedDeltaState:
         return operands.GatedDeltaState(kv["conv"], kv["recurrent"], kv.get("gates"), kv.get("folded"))
@@ -175,19 +173,17 @@ def triton(layer: GatedDeltaNet) -> Forward:
 
     context, eps = layer.context, layer.config.rms_norm_eps
     workspace, side, pdl = context.workspace, context.side_stream, context.pdl
-    norm, in_proj, in_proj_ba, out_proj = layer.norm, layer.in_proj, layer.in_proj_ba, layer.out_proj
+    norm, proj, proj_ba, out_proj = layer.norm, layer.in_proj, layer.in_proj_ba, layer.out_proj
 
     def forward(x: Tensor, batch: Batch, kv: LayerState) -> Tensor:
         state = layer.state(kv)
-        if in_proj.joined is not None:
-            both = norm_linear(x, norm.weight, eps, in_proj.joined, workspace=workspace, pdl=pdl, check=False)
-            qkvz, ba = both[:, : in_proj.out_features], both[:, in_proj.out_features :]
+        if proj.joined is not None:
+            both = norm_linear(x, norm.weight, eps, proj.joined, workspace=workspace, pdl=pdl, check=False)
+            qkvz, ba = both[:, : proj.out_features], both[:, proj.out_features :]
         else:
             with side.fork():
-                ba = norm_linear(x, norm.weight, eps, in_proj_ba.weight, workspace=side.workspace, pdl=pdl, check=False)
-            qkvz = norm_linear(
-                x, norm.weight, eps, in_proj.weight, scale=in_proj.scale, workspace=workspace, pdl=pdl, check=False
-            )
+                ba = norm_linear(x, norm.weight, eps, proj_ba.weight, workspace=side.workspace, pdl=pdl, check=False)
+            qkvz = norm_linear(x, norm.weight, eps, proj.weight, scale=proj.scale, workspace=workspace, pdl=pdl, check=False)
             side.join()
         starts, lengths = batch.query_starts_device, batch.seq_lens_device
         sequences = operands.GatedDeltaSequences(starts, lengths, batch.seq_slots, batch.snapshots)

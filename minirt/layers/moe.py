@@ -35,9 +35,7 @@ class MoE(Layer):
 
     kind = "moe"
 
-    def __init__(
-        self, config: ModelConfig, *, name: str, norm: str, prefix: str, names: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, name: str, norm: str, prefix: str, names: Mapping[str, str] | None = None) -> None:
         super().__init__(config, name)
         moe, h = config.moe, config.hidden_size
         if moe is None:

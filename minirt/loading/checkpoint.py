@@ -23,9 +23,7 @@ from minirt.modeling.parameters import Parameter
 from minirt.sizes import format_size
 from minirt.wording import warn
 
-_DTYPES = {
-    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, E4M3: FP8, INT32: torch.int32, INT64: torch.int64,
-}  # fmt: skip
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, E4M3: FP8, INT32: torch.int32, INT64: torch.int64}
 # Buffers that old transformers releases saved. The runtime computes them from the config.
 DERIVED = "rotary_emb.inv_freq"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -84,6 +82,9 @@ class Entry:
         return f"{self.file}: {self.name[:MAX_SHOWN]}"
 
 
+Entries = Mapping[str, Entry]  # by name
+
+
 class _Piece(NamedTuple):
     """A range of a tensor's first dimension from `first` on, or the whole tensor. `start`: its place in the file, in bytes."""
 
@@ -125,7 +126,7 @@ def _read_header(path: Path) -> Iterator[Entry]:
         yield Entry(name, path, tuple(tensor["shape"]), tensor["dtype"], 8 + length + begin, end - begin)
 
 
-def check_total_size(entries: Mapping[str, Entry], stated: float | None) -> None:
+def check_total_size(entries: Entries, stated: float | None) -> None:
     """Warn if the tensors have another size than `stated`, the index's number of bytes (None: it has none).
 
     This is not an error: every file is checked on its own, and a conversion to another dtype may leave the old number in the
@@ -161,7 +162,7 @@ def read_headers(files: Sequence[Path], index: dict[str, str] | None = None, *, 
     return _usual_names(entries, tied)
 
 
-def _check_index(folder: Path, entries: Mapping[str, Entry], index: Mapping[str, str], tied: bool) -> None:
+def _check_index(folder: Path, entries: Entries, index: Mapping[str, str], tied: bool) -> None:
     not_needed = {name for name in entries.keys() ^ index.keys() if name.endswith(DERIVED) or (tied and name == HEAD)}
     if not_needed:
         what = f"the index and the files disagree about tensors that are not needed: {some_names(sorted(not_needed))}"
@@ -197,7 +198,7 @@ def _usual_names(entries: dict[str, Entry], tied: bool) -> dict[str, Entry]:
     return {name: replace(entry, name=name, stored_name=entry.name) for name, entry in changed.items()}
 
 
-def shows_tied(entries: Mapping[str, Entry], default: bool) -> bool:
+def shows_tied(entries: Entries, default: bool) -> bool:
     """Whether the head is the embedding, by the tensors: there is one of them only, or the head is a copy.
 
     A copy is looked for if the architecture ties its head by default. Else it is loaded as a head, with the same result.
@@ -248,7 +249,7 @@ class Matched(NamedTuple):
     zero_biases: tuple[str, ...]
 
 
-def match(model: Model, entries: Mapping[str, Entry], allow_unused: bool = False) -> Matched:
+def match(model: Model, entries: Entries, allow_unused: bool = False) -> Matched:
     """Match the checkpoint's tensors with the weight holders of the model.
 
     Args:
@@ -322,7 +323,7 @@ def _tied_copy(model: Model, name: str) -> bool:
 
 
 def load(
-    model: Model, entries: Mapping[str, Entry], *, allow_unused: bool = False, check_weights: bool = False,
+    model: Model, entries: Entries, *, allow_unused: bool = False, check_weights: bool = False,
     progress: ProgressCallback | None = None,
 ) -> tuple[int, tuple[str, ...]]:  # fmt: skip
     """Stream a checkpoint into an allocated model and cast it to the model's dtype.
@@ -558,5 +559,5 @@ def some_names(names: Sequence[str], count: int = 4) -> str:
     return ", ".join(name[:MAX_SHOWN] for name in names[:count]) + (f", … ({len(names)} in total)" if len(names) > count else "")
 
 
-def _folder(entries: Mapping[str, Entry]) -> Path | str:
+def _folder(entries: Entries) -> Path | str:
     return next(iter(entries.values())).file.parent if entries else "checkpoint"

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from minirt import models
-from minirt.device import AbsentGPU, compute_capability, pick_device, total_memory
+from minirt.device import AbsentGPU, AnyDevice, compute_capability, pick_device, total_memory
 from minirt.errors import ConfigError, InputError, MinirtError, ModelNotFoundError, UnsupportedError
 from minirt.layers import Layer
 from minirt.loading import checkpoint
-from minirt.loading.checkpoint import Entry, shows_tied
+from minirt.loading.checkpoint import Entries, Entry, shows_tied
 from minirt.loading.hub import ModelFiles, find_model_files, remote_headers, with_present_weights
 from minirt.loading.memory import MemoryPlan, does_not_fit, out_of_memory_while, plan_memory, sequences_that_fit
 from minirt.loading.options import EMBEDDED, LoadOptions
@@ -83,9 +83,7 @@ def find(model: str | Path, revision: str | None, *, need_weights: bool, progres
     return Source(files, config, read_quantization(Fields(fields, config_file), None if stated is None else Fields(stated, file)))
 
 
-def _with_advice(
-    error: ModelNotFoundError, name: str, preset: models.Preset | None, revision: str | None
-) -> ModelNotFoundError:
+def _with_advice(error: ModelNotFoundError, name: str, preset: models.Preset | None, revision: str | None) -> ModelNotFoundError:
     """The error for a model that is not there, with what may help: other names, or that minirt has no such family."""
     base = name.lower().rpartition("/")[2]
     if (family := next((family for family in _OTHER_FAMILIES if family in base), None)) is not None:
@@ -115,7 +113,7 @@ def _similar_presets(name: str) -> list[str]:
     return begun[:3] or [names[lower] for lower in get_close_matches(name.lower(), names, n=3, cutoff=0.75)]
 
 
-def build(options: LoadOptions, source: Source, entries: Mapping[str, Entry] | None, device: torch.device | AbsentGPU) -> Model:
+def build(options: LoadOptions, source: Source, entries: Entries | None, device: AnyDevice) -> Model:
     """The model without weights: its layers, how the checkpoint stores their experts, and the formats of their linears."""
     config, speculative, rows, draft = source.config, options.speculative, None, list[Layer]()
     if isinstance(speculative, SpeculativeOptions) and speculative.has_draft_model:
@@ -136,7 +134,7 @@ def build(options: LoadOptions, source: Source, entries: Mapping[str, Entry] | N
 
 
 def _build_with_drafts(
-    options: LoadOptions, config: ModelConfig, entries: Mapping[str, Entry] | None, rows: int | None
+    options: LoadOptions, config: ModelConfig, entries: Entries | None, rows: int | None
 ) -> tuple[list[Layer], list[Layer]]:
     """The layers, and those of a draft model, whose head has `rows` ids; None: all."""
     if options.layers is not None:
@@ -155,9 +153,8 @@ def _build_with_drafts(
 
 
 def choose_formats(
-    options: LoadOptions, layers: Sequence[Layer], source: Source, entries: Mapping[str, Entry] | None,
-    device: torch.device | AbsentGPU,
-) -> FormatChoice | None:  # fmt: skip
+    options: LoadOptions, layers: Sequence[Layer], source: Source, entries: Entries | None, device: AnyDevice
+) -> FormatChoice | None:
     """The formats of the linears: those of the checkpoint, else those that `options` ask for.
 
     Args:
@@ -256,9 +253,7 @@ def plan_model(options: LoadOptions, gpu: AbsentGPU | None = None) -> Model:
     return planned
 
 
-def _without_weights(
-    options: LoadOptions, source: Source, entries: Mapping[str, Entry] | None, device: torch.device | AbsentGPU
-) -> tuple[Model, list[str]]:
+def _without_weights(options: LoadOptions, source: Source, entries: Entries | None, device: AnyDevice) -> tuple[Model, list[str]]:
     """The model with its dtypes, compared with the headers of the checkpoint, and what `_match` returns."""
     model = build(options, source, entries, device)
     model.device = cast(torch.device, device)
@@ -292,7 +287,7 @@ def _eager_layers(model: Model, options: LoadOptions) -> str | None:
     return worded(f"{what} (use {' and '.join(ways)})") if ways and compute_capability(model.device) < (8, 9) else what
 
 
-def _match(model: Model, entries: Mapping[str, Entry], options: LoadOptions) -> list[str]:
+def _match(model: Model, entries: Entries, options: LoadOptions) -> list[str]:
     """Compare the headers with the model, and warn of tensors that it does not use. A composed model may use a part of them.
 
     Returns:
@@ -321,7 +316,7 @@ def plan_load(options: LoadOptions, gpu: AbsentGPU | None = None) -> tuple[Model
     return model, plan_memory(model, pick_length(model.config, options.max_model_len), model.device, options)
 
 
-def remedy(options: LoadOptions, device: torch.device | AbsentGPU) -> str:
+def remedy(options: LoadOptions, device: AnyDevice) -> str:
     """The options with which the model would fit, or what else can be done."""
     gpu = device if isinstance(device, AbsentGPU) else None
     capability = (99, 0) if device.type == "cpu" else compute_capability(cast(torch.device, device))
@@ -380,7 +375,7 @@ def _changed(options: LoadOptions, changes: dict[str, Any], gpu: AbsentGPU | Non
     return None
 
 
-def _settled(source: Source, files: ModelFiles) -> tuple[Source, Mapping[str, Entry], str | None]:
+def _settled(source: Source, files: ModelFiles) -> tuple[Source, Entries, str | None]:
     """The model with what the headers of its local weight files settle, the headers, and a note; see `inferred_config`."""
     entries = checkpoint.read_headers(files.weight_files, files.weight_index, tied=source.config.tie_word_embeddings)
     config, note = inferred_config(files.config, source.config, entries)
@@ -389,7 +384,7 @@ def _settled(source: Source, files: ModelFiles) -> tuple[Source, Mapping[str, En
     return source._replace(config=config), entries, note
 
 
-def _headers(source: Source, options: LoadOptions) -> tuple[Source, Mapping[str, Entry] | None, str | None]:
+def _headers(source: Source, options: LoadOptions) -> tuple[Source, Entries | None, str | None]:
     """`_settled` with local files, else the headers from the Hub if the weights are quantized. None if there are none."""
     if source.files is None:
         return source, None, None
@@ -404,7 +399,7 @@ def _headers(source: Source, options: LoadOptions) -> tuple[Source, Mapping[str,
     return source, None, None
 
 
-def inferred_config(raw: Mapping[str, Any], config: ModelConfig, entries: Mapping[str, Entry]) -> tuple[ModelConfig, str | None]:
+def inferred_config(raw: Mapping[str, Any], config: ModelConfig, entries: Entries) -> tuple[ModelConfig, str | None]:
     """The config with the values that the tensors show, for fields that the file does not state, or states twice and differently.
 
     Fields that the architecture does not have stay open. What the file states is not changed, so tensors that contradict it are
@@ -435,7 +430,7 @@ def inferred_config(raw: Mapping[str, Any], config: ModelConfig, entries: Mappin
     return config, f"config.json does not say it clearly; by the tensors, {values}"
 
 
-def _shown(config: ModelConfig, entries: Mapping[str, Entry]) -> dict[str, Any]:
+def _shown(config: ModelConfig, entries: Entries) -> dict[str, Any]:
     """The values that differ from `config`, by the names of their fields in config.json."""
     tied = config.tie_word_embeddings
     values: dict[str, tuple[Any, Any]] = {"tie_word_embeddings": (shows_tied(entries, tied), tied)}  # and those of `config`
@@ -461,7 +456,7 @@ def _shown(config: ModelConfig, entries: Mapping[str, Entry]) -> dict[str, Any]:
     return {name: shown for name, (shown, expected) in values.items() if shown != expected}
 
 
-def _modules(entries: Mapping[str, Entry], part: str) -> list[str]:
+def _modules(entries: Entries, part: str) -> list[str]:
     """The modules of the decoder's layers that have a weight or a packed weight of `part`, in the order of the files."""
     weight = re.compile(rf"(model\.layers\.\d+\.{re.escape(part.rpartition('.')[0])})\.{part.rpartition('.')[2]}\.q?weight")
     return [match[1] for match in map(weight.fullmatch, entries) if match is not None]

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from minirt.device import AbsentGPU, free_memory, held_by_others, is_out_of_memory, total_memory
+from minirt.device import AnyDevice, free_memory, held_by_others, is_out_of_memory, total_memory
 from minirt.engine.execute.logits_processors import PROCESSED_ROWS
 from minirt.engine.limits import CPU_NUM_BATCHED_TOKENS, EngineLimits
 from minirt.errors import ConfigError, OutOfMemoryError
@@ -128,7 +128,7 @@ class MemoryPlan:
 
 
 def plan_memory(
-    model: Model, length: int, device: torch.device | AbsentGPU, options: LoadOptions, *, step_bytes: StepBytes | None = None
+    model: Model, length: int, device: AnyDevice, options: LoadOptions, *, step_bytes: StepBytes | None = None
 ) -> MemoryPlan:
     """Size the KV cache, and the largest step unless the options do.
 
@@ -157,11 +157,9 @@ def plan_memory(
         budget = free if asked is not None else min(free, fixed + int(max(0, free - fixed) * CPU_SHARE))
     defaults = (CPU_NUM_BATCHED_TOKENS,) if on_cpu else NUM_BATCHED_TOKENS
     step_bytes = step_bytes or partial(estimate_step, model, cuda_graphs=options.cuda_graphs)
-    step, pages, snapshots, drafts = 0, 0, 0, options.draft_needs
+    step, pages, snapshots, drafts, seqs = 0, 0, 0, options.draft_needs, options.max_num_seqs
     for tokens in defaults if options.max_num_batched_tokens is None else (options.max_num_batched_tokens,):
-        limits = EngineLimits(
-            length, options.max_num_seqs, tokens, max_drafts=drafts.max_drafts, keeps_history=drafts.needs_history
-        )
+        limits = EngineLimits(length, seqs, tokens, max_drafts=drafts.max_drafts, keeps_history=drafts.needs_history)
         needed = 0 if on_cpu else step_bytes(limits)
         if needed is None:
             continue
@@ -174,7 +172,7 @@ def plan_memory(
     context = min(length, pages * PAGE_SIZE) if page else length
     return MemoryPlan(
         weights, other, step, page, pages, free, budget, total_memory(device), others, full, context, tokens,
-        options.max_num_seqs, state, snapshots, measured=loaded and step > 0, asked=options.max_model_len,
+        seqs, state, snapshots, measured=loaded and step > 0, asked=options.max_model_len,
     )  # fmt: skip
 
 

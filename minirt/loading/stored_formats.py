@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from minirt.errors import CheckpointError, ConfigError, UnsupportedError
 from minirt.layers import Layer
-from minirt.loading.checkpoint import MAX_SHOWN, Entry, attention_scales, some_names
+from minirt.loading.checkpoint import MAX_SHOWN, Entries, attention_scales, some_names
 from minirt.modeling import formats
 from minirt.modeling.formats import E4M3, FLOATS, INT32, LinearFormat
 from minirt.modeling.quantization_config import INT4_LAYOUTS, LOAD_UNQUANTIZED, QuantizationConfig, Scheme, fp8_scheme
@@ -51,9 +51,7 @@ class StoredFormats(formats.FormatChoice):
         return self.formats.get(modules[0]) if modules else None
 
 
-def stored_formats(
-    layers: Iterable[Layer], entries: Mapping[str, Entry] | None, stated: QuantizationConfig | None
-) -> StoredFormats | None:
+def stored_formats(layers: Iterable[Layer], entries: Entries | None, stated: QuantizationConfig | None) -> StoredFormats | None:
     """The formats of a checkpoint's linears, or None if none is quantized.
 
     Args:
@@ -126,7 +124,7 @@ class _Search:
         unlisted: linears that are not quantized though config.json does not list them so. The tensors are believed.
     """
 
-    def __init__(self, entries: Mapping[str, Entry] | None, stated: QuantizationConfig | None) -> None:
+    def __init__(self, entries: Entries | None, stated: QuantizationConfig | None) -> None:
         self.seen, self.entries, self.stated = entries is not None, entries or {}, stated
         self.unlisted: list[str] = []
 
@@ -210,7 +208,7 @@ class _Search:
                 raise ConfigError(what, where=entry.place, hint="set tie_word_embeddings to false in config.json")
 
 
-def _refuse_foreign(entries: Mapping[str, Entry], stated: QuantizationConfig | None) -> None:
+def _refuse_foreign(entries: Entries, stated: QuantizationConfig | None) -> None:
     """Refuse tensors of formats that minirt does not know, and those of 4-bit weights where none are stated."""
     four_bits = stated is not None and any(scheme.scales == "group" for _, scheme in stated.groups)
     for name, entry in entries.items():
@@ -226,7 +224,7 @@ def _refuse_foreign(entries: Mapping[str, Entry], stated: QuantizationConfig | N
         raise UnsupportedError(what, where=entry.place, hint=hint)
 
 
-def fuse_experts(layers: Iterable[Layer], entries: Mapping[str, Entry] | None) -> None:
+def fuse_experts(layers: Iterable[Layer], entries: Entries | None) -> None:
     """Set the parameters whose checkpoint tensors are fused to that form.
 
     Args:

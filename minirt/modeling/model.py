@@ -117,9 +117,7 @@ class Model:
         """Whether small steps can be captured in CUDA graphs; if not, `plan.not_capturable` says why."""
         return self.plan.not_capturable is None
 
-    def allocate(
-        self, device: torch.device, dtype: torch.dtype, max_model_len: int, kv_dtype: torch.dtype | None = None
-    ) -> None:
+    def allocate(self, device: torch.device, dtype: torch.dtype, max_model_len: int, kv_dtype: torch.dtype | None = None) -> None:
         """Reserve memory for all weights, and create the context that the layers share, with the rope tables.
 
         Args:
@@ -152,7 +150,7 @@ class Model:
         for layer in self.unique_layers():
             # Also in a model without weights, which is only planned.
             layer.context.dtype, layer.context.kv_dtype = self.dtype, self.kv_dtype
-        rows: list[PlanRow] = []
+        dtype, rows = str(self.dtype).removeprefix("torch."), list[PlanRow]()
         bound: dict[int, tuple[str, str]] = {}
         counted: set[int] = set()
         for pattern, name in rules:
@@ -171,9 +169,7 @@ class Model:
             size = sum(p.nbytes(self.dtype) for p in first_used)
             formats = tuple(sorted({weights.format.name for weights in layer.parameters() if weights.format}))
             capturable = implementation(layer.kind, bound[id(layer)][0]).capturable
-            rows.append(PlanRow(
-                layer.name, layer.kind, *bound[id(layer)], str(self.dtype).removeprefix("torch."), formats, size, capturable,
-            ))  # fmt: skip
+            rows.append(PlanRow(layer.name, layer.kind, *bound[id(layer)], dtype, formats, size, capturable))
         checkpoint, notes = (self.formats.checkpoint, self.formats.notes) if self.formats else (None, ())
         device, size = str(self.device), self.num_parameters
         self.plan = Plan(tuple(rows), device, not_capturable(rows, device), checkpoint, notes, self.config.model_type, size)

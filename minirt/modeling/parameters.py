@@ -236,12 +236,9 @@ class PackedExperts(PackedLinear):
         fused: the name of the tensor that holds all experts, in checkpoints that have it (`gate_up_proj`); None: there are none.
     """
 
-    def __init__(
-        self, prefix: str, parts: Sequence[Part], in_features: int, num_experts: int, fused: str | None = None
-    ) -> None:
-        super().__init__(
-            [Part(f"{prefix}.{e}.{part.name}", part.rows) for e in range(num_experts) for part in parts], in_features
-        )
+    def __init__(self, prefix: str, parts: Sequence[Part], in_features: int, num_experts: int, fused: str | None = None) -> None:
+        stacked = [Part(f"{prefix}.{e}.{part.name}", part.rows) for e in range(num_experts) for part in parts]
+        super().__init__(stacked, in_features)
         self.num_experts, self.fused = num_experts, False
         self.fused_tensor = None if fused is None else f"{prefix}.{fused}"
 
@@ -278,9 +275,7 @@ class PackedExperts(PackedLinear):
 class Values(Parameter):
     """One tensor, named in full: `weight`. Random values are uniform in `spread`. `dtype` None: the model's."""
 
-    def __init__(
-        self, name: str, shape: tuple[int, ...], spread: tuple[float, float], dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, name: str, shape: tuple[int, ...], spread: tuple[float, float], dtype: torch.dtype | None = None) -> None:
         self.tensor, self.shape, self.spread, self.dtype = name, shape, spread, dtype
         self.weight: Tensor = torch.empty(0)
 

@@ -166,9 +166,7 @@ class QuantizationConfig:
         return "; ".join(str(scheme) for _, scheme in self.groups) or "no quantized weights"
 
 
-def _of_all(
-    method: str, fields: Fields, scheme: Scheme, ignore: Modules, field: str = "quant_method"
-) -> QuantizationConfig:
+def _of_all(method: str, fields: Fields, scheme: Scheme, ignore: Modules, field: str = "quant_method") -> QuantizationConfig:
     """The quantization of a method with one scheme for all linears. `field`: the one that states it."""
     return QuantizationConfig(method, fields.place(field), ((Modules(frozenset(), linears=True), scheme),), ignore)
 
