@@ -3,7 +3,6 @@
 import math
 import mmap
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -55,8 +54,6 @@ _TEXT = {
     "model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head.",
     "language_model.": "model.",
 }  # fmt: skip
-
-ProgressCallback = Callable[[int, int], None]  # (bytes done, bytes in total)
 
 
 @dataclass(frozen=True)
@@ -324,7 +321,7 @@ def _tied_copy(model: Model, name: str) -> bool:
 
 def load(
     model: Model, entries: Entries, *, allow_unused: bool = False, check_weights: bool = False,
-    progress: ProgressCallback | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[int, tuple[str, ...]]:  # fmt: skip
     """Stream a checkpoint into an allocated model and cast it to the model's dtype.
 
@@ -332,6 +329,7 @@ def load(
         entries: see `read_headers`.
         allow_unused: see `match`.
         check_weights: refuse NaN and Inf; the error names the tensor.
+        progress: called with the bytes that are done, and those in total.
     Returns:
         The number of bytes read, and the checkpoint tensors that the model does not use.
     Raises:
@@ -394,17 +392,12 @@ def _groups(pieces: Iterable[_Piece]) -> list[list[_Piece]]:
 
     A group spans at most PART_BYTES of the file, unless it is a single larger piece.
     """
-    by_file: dict[Path, list[_Piece]] = defaultdict(list)
-    for piece in pieces:
-        by_file[piece.entry.file].append(piece)
     groups: list[list[_Piece]] = []
-    for members in by_file.values():
-        begin = None
-        for piece in sorted(members, key=lambda member: member.start):
-            if begin is None or piece.start + piece.nbytes - begin > PART_BYTES:
-                groups.append([])
-                begin = piece.start
-            groups[-1].append(piece)
+    for piece in sorted(pieces, key=lambda piece: (str(piece.entry.file), piece.start)):
+        first = groups[-1][0] if groups else piece
+        if not groups or piece.entry.file != first.entry.file or piece.start + piece.nbytes - first.start > PART_BYTES:
+            groups.append([])
+        groups[-1].append(piece)
     return groups
 
 

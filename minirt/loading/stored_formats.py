@@ -43,9 +43,6 @@ class StoredFormats(formats.FormatChoice):
     """The formats found in a checkpoint, by the checkpoint prefix of each quantized linear."""
 
     formats: Mapping[str, LinearFormat]
-    checkpoint: str | None = None
-    notes: tuple[str, ...] = ()
-    unused_scales: tuple[str, ...] = ()
 
     def format_of(self, modules: Sequence[str], *, head: bool, tied: bool) -> LinearFormat | None:
         return self.formats.get(modules[0]) if modules else None
@@ -99,7 +96,8 @@ def stored_formats(layers: Iterable[Layer], entries: Entries | None, stated: Qua
     kv = attention_scales(entries or (), modules)
     method = f"{stated.method}: {'; '.join(sorted(set(map(str, schemes.values()))))}"
     notes, unused = _notes(schemes.values(), inputs, kv, entries is None), (*inputs, *kv)
-    return StoredFormats({m: search.format(m, scheme) for m, scheme in schemes.items()}, method, notes, unused)
+    chosen = {module: search.format(module, scheme) for module, scheme in schemes.items()}
+    return StoredFormats(chosen, checkpoint=method, notes=notes, unused_scales=unused)
 
 
 def _notes(schemes: Iterable[Scheme], inputs: Sequence[str], kv: Sequence[str], unseen: bool) -> tuple[str, ...]:

@@ -17,12 +17,9 @@ from minirt.wording import warn
 DTYPES = ("float32", "bfloat16", "float16")
 # The keys that each rope type accepts besides _ROPE_COMMON.
 ROPE_KEYS = {
-    kind: frozenset(keys.split())
-    for kind, keys in {
-        "default": "", "dynamic": "factor", "linear": "factor", "longrope": "factor short_factor long_factor attention_factor",
-        "llama3": "factor low_freq_factor high_freq_factor",
-        "yarn": "factor attention_factor beta_fast beta_slow mscale mscale_all_dim truncate",
-    }.items()
+    "default": "", "dynamic": "factor", "linear": "factor", "longrope": "factor short_factor long_factor attention_factor",
+    "llama3": "factor low_freq_factor high_freq_factor",
+    "yarn": "factor attention_factor beta_fast beta_slow mscale mscale_all_dim truncate",
 }  # fmt: skip
 _ORIGINAL = "original_max_position_embeddings"
 # Keys that every rope type accepts. Where they are in no formula, they record how the model was trained.
@@ -519,7 +516,7 @@ def _rotated_share(rope: Fields, fields: Fields, head_dim: int, partial: bool) -
 
 def _check_keys(kind: str, rope: Fields, keys: frozenset[str], rotary_dim: int) -> None:
     """Refuse parameters of other types and architectures."""
-    known = ROPE_KEYS[kind] | _ROPE_COMMON | keys
+    known = _ROPE_COMMON.union(ROPE_KEYS[kind].split(), keys)
     for name, value in rope.raw.items():
         neutral = type(value) in (int, float) and value == _ROPE_NEUTRAL.get(name)
         if name not in known and value is not None and not neutral:

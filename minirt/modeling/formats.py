@@ -385,6 +385,7 @@ class StoredInt4(_Int4):
         return stored.to(words.device).repeat_interleave(repeats, 1)[:, : words.shape[0]]
 
 
+@dataclass(frozen=True, kw_only=True)
 class FormatChoice(ABC):
     """Which linears of a model are quantized, and how.
 
@@ -424,7 +425,6 @@ class Quantization(FormatChoice):
     format: str
     head: bool | None = None
     unquantized: frozenset[str] = frozenset()
-    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.format not in _QUANTIZED:

@@ -32,9 +32,7 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int, length: int = 0) -> T
         return 1.0 / wavelengths / rope.factor
     if rope.kind == "llama3":
         return _llama3(rope, 1.0 / wavelengths)
-    if rope.kind == "yarn":
-        return _yarn(rope, rotary_dim)
-    return 1.0 / wavelengths
+    return _yarn(rope, rotary_dim) if rope.kind == "yarn" else 1.0 / wavelengths
 
 
 def rope_table(rope: RopeConfig, rotary_dim: int, length: int, device: torch.device | str = "cpu") -> Tensor:
