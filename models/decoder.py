@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from minirt.errors import ConfigError
 from minirt.kernels.activations import OF_HIDDEN_ACT
@@ -15,7 +15,6 @@ from minirt.wording import warn
 if TYPE_CHECKING:
     from minirt.layers import Layer
 
-T = TypeVar("T")
 FINAL_NORM = "model.norm"  # checkpoint prefix of the norm before the head
 EXPERT_FIELDS = ("num_experts", "num_local_experts")  # two names of one field
 
@@ -118,7 +117,7 @@ def moe_config(fields: Fields, *, shared_expert: bool = False, normalize: bool =
     )  # fmt: skip
 
 
-def _once(fields: Fields, given: Mapping[str, T]) -> T | None:
+def _once(fields: Fields, given: Mapping[str, Any]) -> Any:
     """The value of a field that has two names, from the names that the file has; None: it has neither."""
     if len(set(given.values())) > 1:
         what = f"{' and '.join(given)} contradict each other"

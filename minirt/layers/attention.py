@@ -55,9 +55,8 @@ class Attention(Layer):
             part = Part(gate if of_gate is None else q, q_rows, of_gate)
             self.gate = PackedLinear([part], h, settings.qkv_bias and of_gate is not None)
         self.o = PackedLinear([Part(o, h)], q_rows, settings.o_bias)
-        self.q_norm, self.k_norm = (
-            NormWeight(norm, d, centered) if settings.qk_norm == "weighted" else None for norm in (q_norm, k_norm)
-        )
+        weighted = settings.qk_norm == "weighted"
+        self.q_norm, self.k_norm = (NormWeight(name, d, centered) if weighted else None for name in (q_norm, k_norm))
         self.post_norm = NormWeight(post_norm, h, centered) if post_norm else None
         self.post_norm_eps = config.rms_norm_eps if post_norm_eps is None else post_norm_eps
 

@@ -23,9 +23,7 @@ from minirt.modeling.quantization_config import Scheme
 FP8 = torch.float8_e4m3fn
 CHUNK = 1 << 22  # weights quantized at a time; quantization to FP8 by PyTorch needs 9 temporary bytes per weight
 FLOATS = ("F32", "F16", "BF16")  # names of dtypes in safetensors files
-E4M3 = "F8_E4M3"
-INT32 = "I32"
-INT64 = "I64"
+E4M3, INT32, INT64 = "F8_E4M3", "I32", "I64"
 
 
 class TensorSpec(NamedTuple):
