@@ -4,9 +4,8 @@ A file may state layers of multi-token prediction, with the fields and tensors o
 """
 
 from minirt.modeling.config import Fields, ModelConfig
-from minirt.models.decoder import WINDOW_OFF_BY_DEFAULT, decoder_config
-from minirt.models.mtp import draft_layers as draft_layers
-from minirt.models.mtp import read_mtp
+from minirt.models.decoder import WINDOW_OFF_BY_DEFAULT, decoder_config, read_mtp
+from minirt.models.decoder import draft_layers as draft_layers
 
 
 def config(fields: Fields) -> ModelConfig:

@@ -180,18 +180,16 @@ def _usual_names(entries: dict[str, Entry], tied: bool) -> dict[str, Entry]:
     All names may begin with the prefix of a wrapper; "model." may be missing, in a file of the class without a head; a tied
     embedding may be stored as the head; and those of a decoder in a model with a vision encoder have a prefix, which is usual.
     """
-    changed, notes = _text_names(entries), []
+    changed, folder = _text_names(entries), _folder(entries)
     while prefix := next((p for p in _WRAPPERS if changed and all(name.startswith(p) for name in changed)), None):
         changed = {name.removeprefix(prefix): entry for name, entry in changed.items()}
-        notes.append(f"all names of tensors begin with {prefix}, which is left out")
+        warn(f"{folder}: all names of tensors begin with {prefix}, which is left out")
     if EMBEDDING.removeprefix("model.") in changed and not any(name.startswith("model.") for name in changed):
         changed = {name if name.startswith("lm_head.") else f"model.{name}": entry for name, entry in changed.items()}
-        notes.append('the names of tensors do not begin with "model.", as in files of a model without a head')
+        warn(f'{folder}: the names of tensors do not begin with "model.", as in files of a model without a head')
     if tied and HEAD in changed and EMBEDDING not in changed:
         changed = {EMBEDDING if name == HEAD else name: entry for name, entry in changed.items()}
-        notes.append(f"the embedding, which is also the head, is stored as {HEAD}")
-    for note in notes:
-        warn(f"{_folder(entries)}: {note}")
+        warn(f"{folder}: the embedding, which is also the head, is stored as {HEAD}")
     return {name: replace(entry, name=name, stored_name=entry.name) for name, entry in changed.items()}
 
 

@@ -223,12 +223,11 @@ def measured_plan(model: Model, options: LoadOptions) -> MemoryPlan:
             expected = f"an integer from 1 to {length}, the positions that the model was loaded with"
             raise ConfigError("outside the model's context", where="--max-model-len", expected=expected, found=repr(asked)[:80])
         length = asked
-    graphs = options.cuda_graphs and device.type == "cuda" and model.capturable
 
     def step_bytes(limits: EngineLimits) -> int | None:
         from minirt.engine.warmup.warm_up import measure_step_bytes
 
-        return measure_step_bytes(model, limits, cuda_graphs=graphs)
+        return measure_step_bytes(model, limits, cuda_graphs=options.cuda_graphs and device.type == "cuda" and model.capturable)
 
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading left to PyTorch's allocator counts as free
