@@ -294,14 +294,13 @@ def _check_format(fields: Fields) -> None:
 def _read_scheme(group: Fields, packed: bool) -> Scheme:
     """The scheme of a group. `packed`: its format is pack-quantized."""
     weights = _stated(group, "weights")
-    kind, bits = _kind(weights)
-    if (kind, bits, packed) == ("int", 4, True):
+    kind = _kind(weights)
+    if (kind, packed) == ("int of 4 bits", True):
         return _read_packed(group, weights)
-    if (kind, bits, packed) != ("float", 8, False):
-        hint = _PLANNED if (kind, bits) == ("float", 4) else LOAD_UNQUANTIZED
-        stated = f"{kind} of {bits} bits" + (", pack-quantized" if packed else "")
+    if (kind, packed) != ("float of 8 bits", False):
+        hint = _PLANNED if kind == "float of 4 bits" else LOAD_UNQUANTIZED
         what = "only FP8 weights and pack-quantized weights of 4 bits are supported"
-        raise weights.unsupported("type", what, found=stated, hint=hint)
+        raise weights.unsupported("type", what, found=f"{kind}{', pack-quantized' * packed}", hint=hint)
     strategy = weights.get("strategy", "channel" if weights.get("group_size") == -1 else "tensor")
     weights.only("strategy", "tensor", "channel", "block", what="not supported for FP8 weights", hint=LOAD_UNQUANTIZED)
     if strategy == "block":
@@ -311,17 +310,15 @@ def _read_scheme(group: Fields, packed: bool) -> Scheme:
     group.only("output_activations", what="quantized outputs are not supported", hint=LOAD_UNQUANTIZED)
     inputs, activations = group.nested("input_activations"), "16-bit"
     if inputs.raw:
-        kind, bits = _kind(inputs)
-        if (kind, bits) != ("float", 8):
-            what = "only FP8 or 16-bit activations are supported"
-            raise inputs.unsupported("type", what, found=f"{kind} of {bits} bits", hint=LOAD_UNQUANTIZED)
+        if (kind := _kind(inputs)) != "float of 8 bits":
+            raise inputs.unsupported("type", "only FP8 or 16-bit activations are supported", found=kind, hint=LOAD_UNQUANTIZED)
         activations = "dynamic" if inputs.get("dynamic") else "static"
     return fp8_scheme(strategy, activations)
 
 
-def _kind(fields: Fields) -> tuple[str, int]:
-    """Kind and bits of quantized values: ("float", 8)."""
-    return fields.string("type", default="int")[:20], fields.integer("num_bits", default=8, maximum=64)
+def _kind(fields: Fields) -> str:
+    """Type and bits of quantized values: "float of 8 bits"."""
+    return f"{fields.string('type', default='int')[:20]} of {fields.integer('num_bits', default=8, maximum=64)} bits"
 
 
 def _read_packed(group: Fields, weights: Fields) -> Scheme:
