@@ -103,9 +103,7 @@ def _stated(config: ModelConfig) -> dict[str, tuple[Any, ...]]:
 
 
 def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
-    if value is None:
-        return True
-    if isinstance(value, Mapping):
+    if value is None or isinstance(value, Mapping):
         return not value
     if isinstance(value, list | tuple):
         return all(_is_neutral(item, neutral) for item in value)

@@ -145,9 +145,7 @@ class Layer:
 
     def parameters(self) -> Iterator[Parameter]:
         """The layer's weights."""
-        for value in vars(self).values():
-            if isinstance(value, Parameter):
-                yield value
+        return (value for value in vars(self).values() if isinstance(value, Parameter))
 
     def quantizable(self) -> Iterator[Parameter]:
         """The weights that may be quantized."""
@@ -184,9 +182,7 @@ class Layer:
 
     def share(self, shared: Parameter, parameter: Parameter) -> None:
         """Replace a parameter of this layer by `shared`, which has the same checkpoint tensors (a tied head)."""
-        for attribute, value in list(vars(self).items()):
-            if value is parameter:
-                setattr(self, attribute, shared)
+        vars(self).update({name: shared for name, value in vars(self).items() if value is parameter})
 
     def compile_key(self) -> tuple[Any, ...]:
         """All that kernels can depend on except the values of weights.

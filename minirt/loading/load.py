@@ -417,10 +417,9 @@ def inferred_config(raw: Mapping[str, Any], config: ModelConfig, entries: Entrie
         if stated and all(statement == stated[0] for statement in stated):
             continue
         fields = changed | {name: value}
-        candidate = {**raw, **fields}
-        if inner:  # the head's tie may stand at both levels, and other fields of the decoder only there
-            tie = {key: fields[key] for key in ("tie_word_embeddings",) if key in fields}
-            candidate = {**raw, **tie, "text_config": inner | fields}
+        # With `text_config`, the head's tie may stand at both levels, and other fields of the decoder only there.
+        outer = {key: field for key, field in fields.items() if not inner or key == "tie_word_embeddings"}
+        candidate = {**raw, **outer, **({"text_config": inner | fields} if inner else {})}
         with suppress(ConfigError, UnsupportedError):
             if (parsed := models.parse_config(candidate)) != config:
                 config, changed = parsed, fields

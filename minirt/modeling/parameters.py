@@ -170,9 +170,8 @@ class PackedLinear(Parameter):
         prefix, _, what = name.rpartition(".")
         dimension = self.format.dimension_of_rows(what) if self.format and what != "bias" else 0
         for part, place in self._places[prefix]:
-            taken = source
-            if part.of is not None and dimension is not None:
-                taken = part.of.take(source, part.stored_rows, dimension, name)
+            stored, of = part.stored_rows, part.of
+            taken = source if of is None or dimension is None else of.take(source, stored, dimension, name)
             if what == "bias" and self.bias is not None:
                 self.bias[place].copy_(taken)
             elif self.format is None or self.scale is None:

@@ -81,7 +81,6 @@ def _yarn(rope: RopeConfig, rotary_dim: int) -> Tensor:
     low, high = max(low, 0), min(high, rotary_dim - 1)
     if low == high:
         high += 0.001  # transformers' guard against 0 / 0
-    ramp = ((torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    keep = 1 - ramp
+    keep = 1 - ((torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     wavelengths = _wavelengths(rope.theta, rotary_dim)
     return 1.0 / (rope.factor * wavelengths) * (1 - keep) + 1.0 / wavelengths * keep
