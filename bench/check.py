@@ -11,7 +11,7 @@ from torch import Tensor
 from minirt.bench.measure import random_prompts
 from minirt.errors import InputError, NumericsError
 from minirt.generator import Generator
-from minirt.loading.effective_options import longest_length
+from minirt.loading.load import longest_length
 from minirt.modeling.formats import FP8
 from minirt.sampling_params import SamplingParams
 

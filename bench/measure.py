@@ -11,7 +11,7 @@ import torch
 
 from minirt.errors import ContextLengthError, InputError, MinirtError
 from minirt.generator import Generator
-from minirt.loading.effective_options import longest_length
+from minirt.loading.load import longest_length
 from minirt.outputs import Completion
 from minirt.sampling_params import SamplingParams
 from minirt.sizes import format_size

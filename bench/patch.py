@@ -95,7 +95,7 @@ def hf_config(name: str) -> Any:
     Raises:
         ModelNotFoundError: there is neither.
     """
-    from minirt.models.presets import raw_configs
+    from minirt.models import raw_configs
 
     transformers = require_transformers()
     if Path(name).is_dir():

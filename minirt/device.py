@@ -44,6 +44,9 @@ class AbsentGPU:
         return f"cuda ({self.name}, sm_{self.capability[0]}{self.capability[1]}{' assumed' if self.assumed else ''})"
 
 
+AnyDevice = torch.device | AbsentGPU
+
+
 def peak_memory(device: torch.device) -> int:
     """Peak memory in bytes: of PyTorch's allocator on a GPU, else of the process (resident set)."""
     if device.type == "cuda":
@@ -60,21 +63,21 @@ def host_peak_memory() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def free_memory(device: torch.device | AbsentGPU) -> int:
+def free_memory(device: AnyDevice) -> int:
     """Free memory of `device`, in bytes; of an absent GPU an estimate."""
     if isinstance(device, AbsentGPU):
         return max(0, device.memory - CONTEXT_BYTES)
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 
-def total_memory(device: torch.device | AbsentGPU) -> int:
+def total_memory(device: AnyDevice) -> int:
     """All memory of `device`, in bytes."""
     if isinstance(device, AbsentGPU):
         return device.memory
     return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else psutil.virtual_memory().total
 
 
-def held_by_others(device: torch.device | AbsentGPU) -> int | None:
+def held_by_others(device: AnyDevice) -> int | None:
     """Memory of a GPU that is neither free nor PyTorch's in this process, in bytes. None on a CPU, where it is not known.
 
     Other processes hold it, and so do the CUDA context of this process, about 0.5 GiB, and libraries that allocate outside
@@ -110,12 +113,12 @@ def pick_device(device: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def is_nvidia(device: torch.device | AbsentGPU) -> bool:
+def is_nvidia(device: AnyDevice) -> bool:
     """Whether `device` is an NVIDIA GPU. PyTorch for ROCm calls an AMD GPU "cuda" as well."""
     return isinstance(device, AbsentGPU) or (device.type == "cuda" and torch.version.hip is None)
 
 
-def compute_capability(device: torch.device | AbsentGPU) -> tuple[int, int]:
+def compute_capability(device: AnyDevice) -> tuple[int, int]:
     """CUDA compute capability of `device`, (9, 0) for Hopper; (0, 0) if it is not an NVIDIA GPU.
 
     PyTorch for ROCm numbers AMD GPUs in another way: a MI300 is (9, 4).

@@ -23,8 +23,7 @@ from minirt.engine.schedule.prefix_cache import PrefixCacheStats
 from minirt.errors import ConfigError, EngineError, InputError, UnsupportedError, printable
 from minirt.foreign_names import check_names, checks_names
 from minirt.gc_freeze import freeze_gc
-from minirt.loading.effective_options import longest_length
-from minirt.loading.load import load
+from minirt.loading.load import load, longest_length
 from minirt.loading.memory import measured_plan, out_of_memory_while
 from minirt.loading.options import EMBEDDED, OF_GENERATE, LoadOptions
 from minirt.modeling.model import Model

@@ -1,6 +1,7 @@
 """The architectures, one file each, and the lookup by `model_type` and by preset name. Imports no torch."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -13,7 +14,6 @@ from minirt.modeling.config import Fields, ModelConfig, shown
 from minirt.modeling.quantization_config import QuantizationConfig, read_quantization
 from minirt.models.decoder import decoder_layers
 from minirt.models.foreign_fields import warn_of_unread_fields
-from minirt.models.presets import raw_configs
 from minirt.models.vision import text_config
 
 if TYPE_CHECKING:
@@ -101,3 +101,35 @@ def presets() -> tuple[Preset, ...]:
         Preset(name, hub_id, parse_config(raw, f"preset {name}"), read_quantization(Fields(raw, f"preset {name}")))
         for name, hub_id, raw in raw_configs()
     )
+
+
+@cache
+def preset_table() -> dict[str, Any]:
+    """The content of presets.json: well-known models, with the shapes of their published config.json files.
+
+    A row of its `models` has the name, the Hub owner, the family, the values of `columns`, what differs from the family, and what
+    differs in the -Instruct model. Without the last entry there is no such model. A family begins with the fields of those it is
+    `like`.
+    """
+    return json.loads((Path(__file__).parent / "presets.json").read_text(encoding="utf-8"))
+
+
+def raw_configs() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(name, Hub id, config.json content) of every preset."""
+    table, known = preset_table(), dict[str, tuple[str, dict[str, Any]]]()
+    for name, owner, family, values, differs, *instruct in table["models"]:
+        raw = {"dtype": "bfloat16"} | _family(family) | dict(zip(table["columns"], values, strict=True)) | differs
+        for variant, fields in ((name, {}), *((f"{name}-Instruct", fields) for fields in instruct)):
+            known[variant] = f"{owner}/{table['hub_names'].get(variant, variant)}", raw | fields
+        known |= {later: (f"{owner}/{later}", raw) for later, same in table["same_fields"].items() if same == name}
+    for name, (hub_id, raw) in known.items():
+        yield name, hub_id, raw
+        if name in table["fp8_releases"]:
+            yield f"{name}-FP8", f"{hub_id}-FP8", raw | table["fp8_fields"]
+
+
+def _family(name: str) -> dict[str, Any]:
+    family, fields = preset_table()["families"][name], dict[str, Any]()
+    for like in family.get("like", "").split():
+        fields |= _family(like)
+    return fields | {key: value for key, value in family.items() if key != "like"}

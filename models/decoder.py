@@ -1,13 +1,13 @@
-"""Shared by all Llama-like decoders: reading config.json, refusing unsupported features, and the list of layers."""
+"""Shared by all Llama-like decoders: reading config.json, refusing what is not supported, the layers, and those of a draft."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from minirt.errors import ConfigError
+from minirt.errors import ConfigError, UnsupportedError
 from minirt.kernels.activations import OF_HIDDEN_ACT
 from minirt.modeling import config as known
-from minirt.modeling.config import AttentionSettings, Fields, ModelConfig, MoEConfig, read_rope, shown
+from minirt.modeling.config import AttentionSettings, Fields, ModelConfig, MoEConfig, MTPConfig, read_rope, shown
 from minirt.modeling.quantization_config import read_quantization
 from minirt.models.foreign_fields import refuse_foreign_fields, refuse_other_names
 from minirt.wording import warn
@@ -15,7 +15,6 @@ from minirt.wording import warn
 if TYPE_CHECKING:
     from minirt.layers import Layer
 
-T = TypeVar("T")
 FINAL_NORM = "model.norm"  # checkpoint prefix of the norm before the head
 EXPERT_FIELDS = ("num_experts", "num_local_experts")  # two names of one field
 
@@ -26,15 +25,14 @@ class Window:
 
     Attributes:
         size: the default of `sliding_window`; None: no window.
-        used: the default of `use_sliding_window`; None: there is no such field, and a window is always used.
+        used: the default of `use_sliding_window`; None: there is no such field, and a window is always used, in all layers. Else
+            `layer_types` decides which layers have one.
         first: the default of `max_window_layers`, the first layer with a window; None: there is no such field, and all have one.
-        listed: whether `layer_types` decides which layers have a window.
     """
 
     size: int | None = None
     used: bool | None = True
     first: int | None = None
-    listed: bool = True
 
 
 NO_WINDOW = Window()
@@ -70,8 +68,6 @@ def decoder_config(
             `moe_config` reads `moe`; without it, fields of experts are refused.
     """
     refuse_unserved(fields)
-    if fixed.get("moe") is None:
-        refuse_experts(fields)
     refuse_other_classes(fields, classes)
     if attention_bias is not None:
         fixed["qkv_bias"] = fixed["o_bias"] = fields.boolean("attention_bias", default=attention_bias)
@@ -108,7 +104,7 @@ def moe_config(fields: Fields, *, shared_expert: bool = False, normalize: bool =
 
     The number of experts is `num_experts` or `num_local_experts`, which must agree.
     """
-    given = {name: fields.integer(name) for name in EXPERT_FIELDS if fields.raw.get(name) is not None}
+    given = {name: fields.integer(name) for name in EXPERT_FIELDS if fields.get(name) is not None}
     experts = _once(fields, given) or fields.integer(EXPERT_FIELDS[0])
     shared = fields.integer("shared_expert_intermediate_size") if shared_expert else 0
     dense, count = fields.integers_or_none("mlp_only_layers") or (), fields.integer("num_hidden_layers")
@@ -121,7 +117,7 @@ def moe_config(fields: Fields, *, shared_expert: bool = False, normalize: bool =
     )  # fmt: skip
 
 
-def _once(fields: Fields, given: Mapping[str, T]) -> T | None:
+def _once(fields: Fields, given: Mapping[str, Any]) -> Any:
     """The value of a field that has two names, from the names that the file has; None: it has neither."""
     if len(set(given.values())) > 1:
         what = f"{' and '.join(given)} contradict each other"
@@ -133,7 +129,7 @@ def _dtype(fields: Fields) -> str:
     """The dtype, under its old or its new name: "bfloat16" or "torch.bfloat16". Null and "auto" count as absent."""
     given = {}
     for name in ("dtype", "torch_dtype"):
-        if (value := fields.raw.get(name)) not in (None, "auto"):
+        if (value := fields.get(name)) not in (None, "auto"):
             plain = value.removeprefix("torch.") if isinstance(value, str) else value
             given[name] = fields.over({name: plain}).choice(name, known.DTYPES)
     return _once(fields, given) or "float32"
@@ -144,7 +140,7 @@ def _head_dim(fields: Fields, hidden: int, heads: int, default: int | None) -> i
         value = fields.integer("head_dim", default=default)
     else:
         value = fields.integer_or_none("head_dim") or hidden // heads
-        if fields.raw.get("head_dim") is None and hidden % heads:
+        if fields.get("head_dim") is None and hidden % heads:
             what = "head_dim is missing, and it does not follow from the other sizes"
             raise fields.wrong("hidden_size", what, f"a multiple of num_attention_heads ({heads})")
     if value % 2 or value > known.MAX_HEAD_DIM:
@@ -154,13 +150,11 @@ def _head_dim(fields: Fields, hidden: int, heads: int, default: int | None) -> i
 
 
 def refuse_unserved(fields: Fields) -> None:
-    """Raise UnsupportedError for unknown formats of quantized weights and bidirectional attention.
+    """Raise UnsupportedError for unknown formats of quantized weights.
 
     A setting that only matters beyond the trained context is warned about, and so is a model's own Python code, which is not run.
     """
     read_quantization(fields)  # refuses unknown formats
-    if not fields.boolean("is_causal", default=True):
-        raise fields.unsupported("is_causal", "attention to later tokens is not supported: this is an embedding model", "true")
     name = "dual_chunk_attention_config"
     if original := fields.nested(name).integer_or_none("original_max_position_embeddings"):
         what = f"dual chunk attention is not supported; it improves the output of sequences of more than {original} tokens"
@@ -170,20 +164,11 @@ def refuse_unserved(fields: Fields) -> None:
         warn(f"{fields.place('auto_map')}: {what}")
 
 
-def refuse_experts(fields: Fields) -> None:
-    """Raise UnsupportedError for a mixture of experts under the model_type of a dense model."""
-    for name in EXPERT_FIELDS:
-        if experts := fields.integer_or_none(name, minimum=0, maximum=1 << 20):
-            what = f"mixtures of experts are not supported for model_type {fields.string('model_type')!r}"
-            raise fields.unsupported(name, what, "no field, or 0", found=experts)
-
-
 def refuse_other_classes(fields: Fields, classes: Collection[str]) -> None:
     """Raise UnsupportedError if `architectures` names another class: a classifier, a reward or an embedding model."""
     for name in fields.strings_or_none("architectures") or ():
         if name.startswith("FSDP") and name.removeprefix("FSDP") in classes:  # PyTorch's FSDP2 renames the class that it shards
-            what = "the prefix FSDP is ignored: it tells how the model was trained"
-            warn(f"{fields.place('architectures')}: {name}: {what}")
+            warn(f"{fields.place('architectures')}: {name}: the prefix FSDP is ignored: it tells how the model was trained")
         elif name not in classes:
             what = f"not a class of model_type {fields.string('model_type')!r} that minirt computes"
             hint = "only decoders with a language-model head are supported; correct model_type if it is wrong"
@@ -198,13 +183,11 @@ def _window(fields: Fields, num_layers: int, absent: Window) -> int | None:
     kinds = read_layer_types(fields, num_layers, ("full_attention", "sliding_attention"), "full_attention")
     used = absent.used is None or fields.boolean("use_sliding_window", default=absent.used)
     # transformers saves a window that is not used as 0.
-    if absent.size is None and fields.raw.get("use_sliding_window") and "sliding_window" not in fields.raw:
+    if absent.size is None and fields.get("use_sliding_window") and "sliding_window" not in fields.raw:
         raise fields.missing("sliding_window", "a number of tokens, or null, if use_sliding_window is true")
     window = fields.integer_or_none("sliding_window", default=absent.size, minimum=0)
-    first = 0
-    if absent.first is not None:
-        first = fields.integer("max_window_layers", default=absent.first)
-    if kinds is not None and absent.listed:
+    first = 0 if absent.first is None else fields.integer("max_window_layers", default=absent.first)
+    if kinds is not None and absent.used is not None:
         if "sliding_attention" not in kinds:
             return None
         if not used or not window:
@@ -278,3 +261,50 @@ def block(config: ModelConfig, name: str, prefix: str, attention: AttentionSetti
     if attention is None:
         return [GatedDeltaNet(config, name=f"{name}.gated_delta_net", norm=norm, prefix=f"{prefix}.linear_attn"), mlp]
     return [Attention(config, name=f"{name}.attention", norm=norm, prefix=f"{prefix}.self_attn", settings=attention), mlp]
+
+
+def read_mtp(fields: Fields) -> MTPConfig:
+    """What config.json says of multi-token prediction in the format of Qwen3.5: a block that drafts tokens (`mtp.*`).
+
+    What is not supported is refused only if drafts are asked for (`draft_layers`).
+    """
+    count = fields.integer_or_none("mtp_num_hidden_layers")
+    intermediate = fields.integer_or_none("mtp_intermediate_size")
+    return MTPConfig(count, fields.boolean("mtp_use_dedicated_embeddings", default=False), intermediate)
+
+
+def draft_layers(config: ModelConfig, rows: int | None) -> "tuple[list[Layer], list[Layer]]":
+    """`decoder_layers` with a `Tap` of the states after the final norm, and the layers of the draft model.
+
+    Args:
+        rows: how many ids the drafts may have; None: those of the whole vocabulary.
+    Raises:
+        UnsupportedError: the config states no such layers, another number of them, embeddings of their own, or an MLP that is no
+            dense one.
+    """
+    from minirt.layers import DraftInput, Head, Select, Tap
+
+    mtp = config.mtp
+    if mtp is None:
+        what, hint = "the model has no multi-token prediction", "--speculate ngram needs none"
+        raise UnsupportedError(what, where="mtp_num_hidden_layers", expected="1", found="no such field", hint=hint)
+    if mtp.num_layers not in (None, 1):
+        what, expected = "this number of layers of multi-token prediction is not supported", "1"
+        raise UnsupportedError(what, where="mtp_num_hidden_layers", expected=expected, found=mtp.num_layers)
+    if mtp.own_embeddings:
+        what = "multi-token prediction with embeddings of its own is not supported"
+        raise UnsupportedError(what, where="mtp_use_dedicated_embeddings", expected="false", found="true")
+    *before, head = decoder_layers(config)
+    mixture = config.moe is not None  # also where some layers of the decoder have a dense MLP
+    if mixture and mtp.intermediate_size is not None:
+        what = "an MLP of its own size is not supported beside mixtures of experts"
+        raise UnsupportedError(what, where="mtp_intermediate_size", expected="no such field", found=mtp.intermediate_size)
+    sized = replace(config, intermediate_size=mtp.intermediate_size or config.intermediate_size)
+    attention, mlp = block(sized, "mtp", "mtp.layers.0", config.attention(), mixture=mixture)
+    names = {"norm_embedding": "mtp.pre_fc_norm_embedding", "norm_hidden": "mtp.pre_fc_norm_hidden", "fc": "mtp.fc"}
+    draft: list[Layer] = [
+        DraftInput(config, name="mtp.input", **names), attention, Select(config, name="mtp.select"), mlp,
+        Tap(config, name="mtp.tap", norm="mtp.norm", every_row=False),
+        Head(config, name="mtp.head", norm="mtp.norm", weight=head_weight(config), rows=rows),
+    ]  # fmt: skip
+    return [*before, Tap(config, norm=FINAL_NORM), head], draft

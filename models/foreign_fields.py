@@ -53,7 +53,7 @@ def warn_of_unread_fields(fields: Fields) -> None:
 
     `fields`: those of the top level, after an architecture has read them.
     """
-    inner = fields.raw.get("text_config")
+    inner = fields.get("text_config")
     levels = {"": fields.raw, "text_config.": inner if isinstance(inner, Mapping) else {}}
     unread = [
         f"{prefix}{name}" for prefix, level in levels.items() for name, value in level.items()
@@ -75,7 +75,7 @@ def refuse_foreign_fields(fields: Fields, config: ModelConfig) -> None:
     tables: dict[str, Mapping[str, tuple[Any, ...]]] = {**FOREIGN_FIELDS, "another value than that of the architecture": stated}
     for what, table in tables.items():
         for name in (name for name in fields.raw.keys() & table.keys() if not fields.has_read(name)):
-            value, neutral = fields.raw[name], stated.get(name, table[name])
+            value, neutral = fields.get(name), stated.get(name, table[name])
             if not _is_neutral(value, neutral):
                 meaning = f"the field means {what}, which model_type {config.model_type!r} does not compute"
                 expected = " or ".join(["no field", *dict.fromkeys(map(shown, neutral))])
@@ -103,9 +103,7 @@ def _stated(config: ModelConfig) -> dict[str, tuple[Any, ...]]:
 
 
 def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
-    if value is None:
-        return True
-    if isinstance(value, Mapping):
+    if value is None or isinstance(value, Mapping):
         return not value
     if isinstance(value, list | tuple):
         return all(_is_neutral(item, neutral) for item in value)

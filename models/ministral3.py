@@ -8,5 +8,5 @@ def config(fields: Fields) -> ModelConfig:
     """`rope_parameters` must have `llama_4_scaling_beta`. A window, if any, is in all layers."""
     return decoder_config(
         fields, model_type="ministral3", classes=("Ministral3ForCausalLM",), max_positions=262144, kv_heads=8, head_dim=128,
-        eps=1e-5, rope_keys=("llama_4_scaling_beta", "max_position_embeddings"), window=Window(used=None, listed=False),
+        eps=1e-5, rope_keys=("llama_4_scaling_beta", "max_position_embeddings"), window=Window(used=None),
     )  # fmt: skip

@@ -4,14 +4,13 @@ A file may state layers of multi-token prediction, with the fields and tensors o
 """
 
 from minirt.modeling.config import Fields, ModelConfig
-from minirt.models.decoder import WINDOW_OFF_BY_DEFAULT, decoder_config
-from minirt.models.mtp import draft_layers as draft_layers
-from minirt.models.mtp import read_mtp
+from minirt.models.decoder import WINDOW_OFF_BY_DEFAULT, decoder_config, read_mtp
+from minirt.models.decoder import draft_layers as draft_layers
 
 
 def config(fields: Fields) -> ModelConfig:
     """The file has no setting for biases: q, k and v always have one, the output projection never."""
     return decoder_config(
         fields, model_type="qwen2", classes=("Qwen2ForCausalLM",), max_positions=32768, kv_heads=32, qkv_bias=True,
-        window=WINDOW_OFF_BY_DEFAULT, mtp=None if fields.raw.get("mtp_num_hidden_layers") is None else read_mtp(fields),
+        window=WINDOW_OFF_BY_DEFAULT, mtp=None if fields.get("mtp_num_hidden_layers") is None else read_mtp(fields),
     )  # fmt: skip

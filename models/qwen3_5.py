@@ -9,9 +9,8 @@ from collections.abc import Collection
 from functools import partial
 
 from minirt.modeling.config import MROPE_KEYS, Fields, GatedDeltaNetConfig, ModelConfig, MoEConfig
-from minirt.models.decoder import decoder_config, read_layer_types
-from minirt.models.mtp import draft_layers as draft_layers
-from minirt.models.mtp import read_mtp
+from minirt.models.decoder import decoder_config, read_layer_types, read_mtp
+from minirt.models.decoder import draft_layers as draft_layers
 from minirt.models.vision import text_fields
 
 _KINDS = ("linear_attention", "full_attention")

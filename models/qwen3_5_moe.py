@@ -19,6 +19,6 @@ def config(fields: Fields) -> ModelConfig:
     for name, value in _ONLY.items():
         fields.only(name, value, what="every layer of this architecture is a mixture whose weights are normalized")
     moe = moe_config(fields, shared_expert=True, normalize=True)
-    if fields.raw.get("intermediate_size") is None:
+    if fields.get("intermediate_size") is None:
         fields = fields.over({**fields.raw, "intermediate_size": moe.intermediate_size})
     return hybrid_config(fields, model_type="qwen3_5_moe", moe=moe)

@@ -28,22 +28,20 @@ def text_fields(fields: Fields, *, tied: bool = False, flat: bool = False) -> Fi
     Raises:
         ConfigError: `text_config` is missing, or a size is stated twice and differs.
     """
-    inner = fields.nested("text_config").raw
-    if not inner:
+    inner, tie = fields.nested("text_config"), "tie_word_embeddings"
+    if not inner.raw:
         if flat:
             return fields
         raise fields.missing("text_config", "the decoder's fields")
     for name in _SIZES:
-        if inner.get(name) not in (None, outer := fields.raw.get(name)) and outer is not None:
-            raise fields.wrong(name, "the value contradicts text_config", shown(inner[name]), hint="remove the wrong one")
-    taken = [name for name in _OF_BOTH if fields.raw.get(name) is not None]
-    left_out = ("architectures", *(("dtype", "torch_dtype") if {"dtype", "torch_dtype"} & set(taken) else ()))
-    raw: dict[str, Any] = {name: value for name, value in inner.items() if name not in left_out}
+        if (outer := fields.get(name)) is not None and inner.raw.get(name) not in (None, outer):
+            raise fields.wrong(name, "the value contradicts text_config", shown(inner.raw[name]), hint="remove the wrong one")
+    taken = [name for name in _OF_BOTH if fields.get(name) is not None]
+    left_out = {"architectures"} | ({"dtype", "torch_dtype"} if {"dtype", "torch_dtype"} & set(taken) else set())
+    raw: dict[str, Any] = {name: value for name, value in inner.raw.items() if name not in left_out}
     taken += [name for name in _TOKENS if name not in raw and name in fields.raw]
-    raw |= {name: fields.raw[name] for name in taken}
-    levels = [level for level in (fields, fields.nested("text_config")) if level.raw.get("tie_word_embeddings") is not None]
-    stated = [level.boolean("tie_word_embeddings") for level in levels]
-    raw["tie_word_embeddings"] = any(stated) if stated else tied
+    stated = [level.boolean(tie) for level in (fields, inner) if level.get(tie) is not None]
+    raw |= {name: fields.raw[name] for name in taken} | {tie: any(stated) if stated else tied}
     return Fields(raw, fields.file, "text_config.", frozenset(taken), fields.read)
 
 

@@ -131,7 +131,7 @@ def _launch_model(name: str, cc: int, lists: _Lists) -> None:
     from minirt.kernels.sampling.batch import SamplingBatch
     from minirt.layers.base import implementation
     from minirt.loading import load
-    from minirt.loading.effective_options import pick_dtype, pick_kv_dtype
+    from minirt.loading.load import pick_dtype, pick_kv_dtype
     from minirt.loading.options import LoadOptions
     from minirt.step.kv_cache import KVCache
 

@@ -53,7 +53,7 @@ def changes(options: argparse.Namespace) -> dict[str, Any]:
 
 def raw_config(preset: str) -> dict[str, Any]:
     """The config.json of a preset."""
-    from minirt.models.presets import raw_configs
+    from minirt.models import raw_configs
 
     raw = next((raw for name, _, raw in raw_configs() if name == preset), None)
     return raw if raw is not None else sys.exit(f"{preset}: no preset has this name")

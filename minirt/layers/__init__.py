@@ -2,14 +2,12 @@
 
 from minirt.layers.attention import Attention
 from minirt.layers.base import Forward, Implementation, Layer, LayerContext, LinearOp, implementation, register
-from minirt.layers.draft_input import DraftInput
-from minirt.layers.embedding import Embedding
+from minirt.layers.embedding import DraftInput, Embedding
 from minirt.layers.gated_delta_net import GatedDeltaNet
 from minirt.layers.head import Head
 from minirt.layers.mlp import MLP
 from minirt.layers.moe import MoE
-from minirt.layers.select import Select
-from minirt.layers.tap import Tap
+from minirt.layers.select import Select, Tap
 
 __all__ = [
     "MLP", "Attention", "DraftInput", "Embedding", "Forward", "GatedDeltaNet", "Head", "Implementation", "Layer",

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from minirt.device import compute_capability
-from minirt.errors import ConfigError
 from minirt.kernels import reference
 from minirt.kernels.attention.limits import HEAD_DIMS, MAX_GROUP
 from minirt.kernels.attention.operands import AttentionInput, Rope, Scores, Sequences
 from minirt.layers.base import Forward, Layer, LinearOp, checkpoint_names, register, triton_unsupported
-from minirt.modeling.config import AttentionSettings, ModelConfig, RopeConfig
+from minirt.modeling.config import AttentionSettings, ModelConfig
 from minirt.modeling.formats import FP8
 from minirt.modeling.parameters import Interleaved, NormWeight, PackedLinear, Part
 from minirt.step.batch import Batch
@@ -34,6 +33,7 @@ class Attention(Layer):
     """
 
     kind = "attention"
+    needs_cache = "an attention layer needs KV pages"
     kernel_tables = ("attention.dispatch", "attention.rope_write")
 
     def __init__(
@@ -44,9 +44,8 @@ class Attention(Layer):
         self.settings = settings = settings or config.attention()
         h, d, centered = config.hidden_size, settings.head_dim, config.zero_centered_norms
         q_rows, kv_rows = settings.num_heads * d, settings.num_kv_heads * d
-        q, k, v, o, gate, q_norm, k_norm = checkpoint_names(
-            prefix, "q_proj k_proj v_proj o_proj gate_proj q_norm k_norm", names
-        )
+        q, k, v, o, gate, q_norm, k_norm = checkpoint_names(prefix, "q_proj k_proj v_proj o_proj gate_proj q_norm k_norm", names)
+        self.ropes = () if settings.rope is None else ((settings.rope, settings.rotary_dim),)
         self.cache_spec = PagesSpec(settings.num_kv_heads, d)
         self.norm = NormWeight(norm, h, centered)
         of_q, of_gate = (Interleaved((d, d), i) if settings.gate == "q_proj" else None for i in range(2))
@@ -56,9 +55,8 @@ class Attention(Layer):
             part = Part(gate if of_gate is None else q, q_rows, of_gate)
             self.gate = PackedLinear([part], h, settings.qkv_bias and of_gate is not None)
         self.o = PackedLinear([Part(o, h)], q_rows, settings.o_bias)
-        self.q_norm, self.k_norm = (
-            NormWeight(norm, d, centered) if settings.qk_norm == "weighted" else None for norm in (q_norm, k_norm)
-        )
+        weighted = settings.qk_norm == "weighted"
+        self.q_norm, self.k_norm = (NormWeight(name, d, centered) if weighted else None for name in (q_norm, k_norm))
         self.post_norm = NormWeight(post_norm, h, centered) if post_norm else None
         self.post_norm_eps = config.rms_norm_eps if post_norm_eps is None else post_norm_eps
 
@@ -72,10 +70,6 @@ class Attention(Layer):
         """The factors of q by position, [max_model_len] fp32; None: there are none."""
         return self.context.query_scales(self.settings.rope) if self.settings.rope else None
 
-    @property
-    def ropes(self) -> tuple[tuple[RopeConfig, int], ...]:
-        return () if self.settings.rope is None else ((self.settings.rope, self.settings.rotary_dim),)
-
     def linear_ops(self) -> tuple[LinearOp, ...]:
         gate = () if self.gate is None else (LinearOp(self.gate),)
         return LinearOp(self.qkv), *gate, LinearOp(self.o, residual=self.post_norm is None)
@@ -88,11 +82,6 @@ class Attention(Layer):
             self.context.workspace.reserve(decode_few.workspace_floats(max_splits, *heads))  # at least what other steps need
             self.context.side_stream.workspace.reserve(decode.workspace_floats(max_splits, *heads))
 
-    def require(self, kv: LayerKV | None) -> LayerKV:
-        if kv is None:
-            raise ConfigError("an attention layer needs KV pages", where=self.name)
-        return kv
-
 
 @register("attention", "eager")
 def eager(layer: Attention) -> Forward:
@@ -101,8 +90,7 @@ def eager(layer: Attention) -> Forward:
     norm, qkv, gate, o, post_norm = layer.norm, layer.qkv, layer.gate, layer.o, layer.post_norm
     q_norm, k_norm = layer.q_norm, layer.k_norm
 
-    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
-        kv = layer.require(kv)
+    def forward(x: Tensor, batch: Batch, kv: LayerKV) -> Tensor:
         h = reference.rms_norm(x, norm.weight, eps)
         heads = reference.linear(h, qkv.weight, qkv.bias, qkv.scale).view(-1, nq + 2 * nkv, d)
         qk, v = heads[:, : nq + nkv], heads[:, nq + nkv :]
@@ -158,8 +146,7 @@ def triton(layer: Attention) -> Forward:
     eps, nq, d, scores = layer.config.rms_norm_eps, settings.num_heads, settings.head_dim, Scores(settings.scale)
     cos_sin, normalize, query_scales = layer.cos_sin, settings.qk_norm == "plain", layer.query_scales
 
-    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
-        kv = layer.require(kv)
+    def forward(x: Tensor, batch: Batch, kv: LayerKV) -> Tensor:
         q_norm = layer.q_norm.weight if layer.q_norm else None
         k_norm = layer.k_norm.weight if layer.k_norm else None
         qkv = norm_linear(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from minirt.device import compute_capability, interpreter_unsupported, interpreting, is_nvidia, triton_installed
-from minirt.errors import InputError, UnsupportedError
+from minirt.errors import ConfigError, InputError, UnsupportedError
 from minirt.modeling.config import ModelConfig, RopeConfig
 from minirt.modeling.parameters import PackedLinear, Parameter
 from minirt.modeling.rope import query_scales, rope_table
@@ -42,9 +42,8 @@ class LayerContext:
     """
 
     def __init__(
-        self, max_model_len: int, device: torch.device, kv_dtype: torch.dtype = torch.float32,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:  # fmt: skip
+        self, max_model_len: int, device: torch.device, kv_dtype: torch.dtype = torch.float32, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.max_model_len, self.device, self.kv_dtype, self.dtype = max_model_len, device, kv_dtype, dtype
         self.undoable = 0
         self._ropes: dict[tuple[RopeConfig, int], Tensor] = {}
@@ -114,12 +113,15 @@ class Layer:
 
     Attributes:
         kind: the name for which implementations are registered, and the default of the layer's own name.
+        needs_cache: the error if it gets no `kv`; "": it needs none.
         cache_spec: what the layer keeps between steps, and gets as `kv`; None: nothing. Only layers with a cache spec may use
             other tokens than a row's own, so `Select` comes after the last of them.
         residual: whether it adds to the residual stream.
         reads_tokens: whether it makes the residual stream from the tokens, and ignores its input: the first layer, and no other.
         selects_rows: whether it keeps only the rows that need logits: at most one layer, after the last with a cache spec.
         needs_every_row: whether it uses the rows of all tokens though it has no cache spec, so that `Select` comes after it.
+        ropes: the rotary tables that the layer takes from `context.rope`, as its arguments: the rope, and how many channels of a
+            head are rotated. Layers with equal ones share a table.
         makes_logits: whether its output is logits: the last layer, and no other.
         kernel_tables: modules of `minirt.kernels` with the tables of its kernels beside those of linear layers and experts.
     """
@@ -129,9 +131,11 @@ class Layer:
     reads_tokens: ClassVar[bool] = False
     selects_rows: ClassVar[bool] = False
     makes_logits: ClassVar[bool] = False
+    needs_cache: ClassVar[str] = ""
     kernel_tables: ClassVar[tuple[str, ...]] = ()
     cache_spec: CacheSpec | None = None
     needs_every_row: bool = False
+    ropes: Sequence[tuple[RopeConfig, int]] = ()
 
     def __init__(self, config: ModelConfig, name: str = "") -> None:
         self.config, self.name = config, name or self.kind
@@ -141,9 +145,7 @@ class Layer:
 
     def parameters(self) -> Iterator[Parameter]:
         """The layer's weights."""
-        for value in vars(self).values():
-            if isinstance(value, Parameter):
-                yield value
+        return (value for value in vars(self).values() if isinstance(value, Parameter))
 
     def quantizable(self) -> Iterator[Parameter]:
         """The weights that may be quantized."""
@@ -163,12 +165,6 @@ class Layer:
         return 0 if self.cache_spec is None else 2 * self.cache_spec.state_bytes
 
     @property
-    def ropes(self) -> Sequence[tuple[RopeConfig, int]]:
-        """The rotary tables that the layer takes from `context.rope`, as its arguments: the rope, and how many channels of a head
-        are rotated. Layers with equal ones share a table."""
-        return ()
-
-    @property
     def activation_values(self) -> int:
         """Values for each token that the layer holds at once beside its input and output: an estimate, to plan memory."""
         return sum(op.rows_of_a_token // (2 if op.gated else 1) for op in self.linear_ops() if not op.logits)
@@ -186,9 +182,7 @@ class Layer:
 
     def share(self, shared: Parameter, parameter: Parameter) -> None:
         """Replace a parameter of this layer by `shared`, which has the same checkpoint tensors (a tied head)."""
-        for attribute, value in list(vars(self).items()):
-            if value is parameter:
-                setattr(self, attribute, shared)
+        vars(self).update({name: shared for name, value in vars(self).items() if value is parameter})
 
     def compile_key(self) -> tuple[Any, ...]:
         """All that kernels can depend on except the values of weights.
@@ -211,8 +205,7 @@ class Layer:
         forward = implementation.factory(self)
         if not callable(forward):
             what = f"the factory of implementation {implementation.name!r} returns no function"
-            expected = "forward(x, batch, kv)"
-            raise UnsupportedError(what, where=self.name, expected=expected, found=type(forward).__name__)
+            raise UnsupportedError(what, where=self.name, expected="forward(x, batch, kv)", found=type(forward).__name__)
         self.implementation = implementation.name
         self._forward = forward if implementation.name in BUILT_IN else self._checked(forward, implementation.name)
 
@@ -237,6 +230,8 @@ class Layer:
     def __call__(self, x: Tensor, batch: Batch, kv: LayerCache | None = None) -> Tensor:
         if self._forward is None:
             raise UnsupportedError("the layer has no implementation yet", where=self.name, hint="call Model.resolve first")
+        if kv is None and self.needs_cache:
+            raise ConfigError(self.needs_cache, where=self.name)
         return self._forward(x, batch, kv)
 
 

@@ -1,12 +1,14 @@
-"""`Embedding`: token ids to the residual stream."""
+"""The layers that read tokens: `Embedding`, and `DraftInput` of a draft model."""
 
 import torch
 from torch import Tensor
 
+from minirt.errors import ConfigError
 from minirt.kernels import reference
-from minirt.layers.base import Forward, Layer, register, triton_unsupported
+from minirt.kernels.speculative import reference as drafts
+from minirt.layers.base import Forward, Layer, LinearOp, register, triton_unsupported
 from minirt.modeling.config import ModelConfig
-from minirt.modeling.parameters import PackedLinear, Part
+from minirt.modeling.parameters import NormWeight, PackedLinear, Part
 from minirt.step.batch import Batch
 
 
@@ -46,5 +48,76 @@ def triton(layer: Embedding) -> Forward:
 
     def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
         return embedding(batch.input_ids, layer.table.weight, check=False)
+
+    return forward
+
+
+class DraftInput(Embedding):
+    """The first layer of a draft model that continues from the target's hidden states (multi-token prediction).
+
+    fc([norm_embedding(embedding(input_ids)) | norm_hidden(hidden)]): [T] ids and `batch.hidden` [T, H] → [T, H].
+
+    Row p has the token at position p + 1 and the target's hidden state at position p, as in DeepSeek-V3 (2024) and Qwen3.5. The
+    embedding is the target's. `fc` is never quantized, as in checkpoints with FP8 weights.
+
+    Args:
+        embedding, norm_embedding, norm_hidden, fc: checkpoint names.
+    """
+
+    kind = "draft_input"
+
+    def __init__(
+        self, config: ModelConfig, *, name: str, norm_embedding: str, norm_hidden: str, fc: str,
+        embedding: str = "model.embed_tokens",
+    ) -> None:  # fmt: skip
+        super().__init__(config, name=name, weight=embedding)
+        h, centered = config.hidden_size, config.zero_centered_norms
+        self.norm_embedding = NormWeight(norm_embedding, h, centered)
+        self.norm_hidden = NormWeight(norm_hidden, h, centered)
+        self.fc = PackedLinear([Part(fc, h)], 2 * h, quantizable=False)
+
+    def linear_ops(self) -> tuple[LinearOp, ...]:
+        return (LinearOp(self.fc),)
+
+    def decode_read_bytes(self, dtype: torch.dtype) -> int:
+        return self.fc.nbytes(dtype)
+
+    @property
+    def activation_values(self) -> int:
+        return 3 * self.config.hidden_size
+
+    def require(self, hidden: Tensor | None) -> Tensor:
+        if hidden is None:
+            raise ConfigError("a draft model needs the hidden states of its target", where=self.name)
+        return hidden
+
+
+@register("draft_input", "eager")
+def draft_eager(layer: DraftInput) -> Forward:
+    eps, table, fc = layer.config.rms_norm_eps, layer.table, layer.fc
+    norm_embedding, norm_hidden = layer.norm_embedding, layer.norm_hidden
+
+    def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
+        hidden = layer.require(batch.hidden)
+        norms = norm_embedding.weight, norm_hidden.weight
+        return reference.linear(drafts.draft_input(batch.input_ids, table.weight, hidden, *norms, eps), fc.weight)
+
+    return forward
+
+
+@register("draft_input", "triton", unsupported=triton_unsupported, capturable=True)
+def draft_triton(layer: DraftInput) -> Forward:
+    """Kernels: embedding and both norms; the product."""
+    from minirt.kernels.linear.dispatch import norm_linear
+    from minirt.kernels.speculative.draft_input import draft_input
+
+    eps, table, fc, context = layer.config.rms_norm_eps, layer.table, layer.fc, layer.context
+    workspace, pdl = context.workspace, context.pdl
+    norm_embedding, norm_hidden = layer.norm_embedding, layer.norm_hidden
+
+    def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
+        hidden = layer.require(batch.hidden)
+        both = draft_input(batch.input_ids, table.weight, hidden, norm_embedding.weight, norm_hidden.weight, eps, check=False)
+        return norm_linear(both, None, 0.0, fc.weight, workspace=workspace, pdl=pdl, check=False)
 
     return forward

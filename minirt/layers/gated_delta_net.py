@@ -28,6 +28,7 @@ class GatedDeltaNet(Layer):
     """
 
     kind = "gated_delta_net"
+    needs_cache = "a gated DeltaNet layer needs a state for each sequence"
     kernel_tables = ("gated_delta.dispatch",)
 
     def __init__(self, config: ModelConfig, *, name: str, norm: str, prefix: str) -> None:
@@ -40,6 +41,7 @@ class GatedDeltaNet(Layer):
             what, expected = "the value heads cannot be divided evenly among the key heads", f"a multiple of {k_heads}"
             raise ConfigError(what, where=name, expected=expected, found=v_heads)
         values = v_heads * v_dim
+        self.state_values = values * heads.head_k_dim  # of the matrices of all heads
         self.channels = 2 * k_heads * heads.head_k_dim + values  # of the convolution
         self.norm = NormWeight(norm, h, config.zero_centered_norms)
         if heads.grouped:
@@ -74,7 +76,7 @@ class GatedDeltaNet(Layer):
     @property
     def step_state_bytes(self) -> int:
         """The matrices are read and written. Of the convolution's inputs, three rows are read and one is written."""
-        return 8 * self.heads.state_values + WIDTH * self.channels * self.context.dtype.itemsize
+        return 8 * self.state_values + WIDTH * self.channels * self.context.dtype.itemsize
 
     def linear_ops(self) -> Sequence[LinearOp]:
         if self.in_proj.format is not None:
@@ -90,18 +92,14 @@ class GatedDeltaNet(Layer):
 
     def flops(self, rows: int) -> int:
         """With the convolution and the rule: Sᵀk, the update and Sᵀq of each value head."""
-        return super().flops(rows) + rows * (6 * self.heads.state_values + 2 * WIDTH * self.channels)
+        return super().flops(rows) + rows * (6 * self.state_values + 2 * WIDTH * self.channels)
 
     def weights(self) -> operands.GatedDeltaWeights:
         """The weights beside the projections."""
-        eps = self.config.rms_norm_eps
-        return operands.GatedDeltaWeights(
-            self.conv.weight.view(-1, WIDTH), self.A_log.weight, self.dt_bias.weight, self.gated_norm.weight, eps
-        )
+        conv, eps = self.conv.weight.view(-1, WIDTH), self.config.rms_norm_eps
+        return operands.GatedDeltaWeights(conv, self.A_log.weight, self.dt_bias.weight, self.gated_norm.weight, eps)
 
-    def require(self, kv: LayerState | None) -> operands.GatedDeltaState:
-        if kv is None:
-            raise ConfigError("a gated DeltaNet layer needs a state for each sequence", where=self.name)
+    def state(self, kv: LayerState) -> operands.GatedDeltaState:
         return operands.GatedDeltaState(kv["conv"], kv["recurrent"], kv.get("gates"), kv.get("folded"))
 
 
@@ -144,8 +142,8 @@ class _Beside(PackedLinear):
 def eager(layer: GatedDeltaNet) -> Forward:
     eps, norm, in_proj, in_proj_ba = layer.config.rms_norm_eps, layer.norm, layer.in_proj, layer.in_proj_ba
 
-    def forward(x: Tensor, batch: Batch, kv: LayerState | None) -> Tensor:
-        state = layer.require(kv)
+    def forward(x: Tensor, batch: Batch, kv: LayerState) -> Tensor:
+        state = layer.state(kv)
         h = reference.rms_norm(x, norm.weight, eps)
         qkvz, ba = reference.linear(h, in_proj.weight, scale=in_proj.scale), reference.linear(h, in_proj_ba.weight)
         # The host's lengths are upper bounds where the step before had drafts.
@@ -153,8 +151,7 @@ def eager(layer: GatedDeltaNet) -> Forward:
         snapshots = list[list[tuple[int, int]]]()
         if batch.snapshots is not None and max(counts, default=0) > CHUNK:
             snapshots = [[(row, offset) for row, offset in rows if row >= 0] for rows in batch.snapshots.tolist()]
-        slots = batch.seq_slots.tolist()
-        y = gated_delta.gated_delta_net(qkvz, ba, layer.weights(), state, counts, lengths, slots, snapshots)
+        y = gated_delta.gated_delta_net(qkvz, ba, layer.weights(), state, counts, lengths, batch.seq_slots.tolist(), snapshots)
         return x + reference.linear(y, layer.out_proj.weight, scale=layer.out_proj.scale)
 
     return forward
@@ -176,19 +173,17 @@ def triton(layer: GatedDeltaNet) -> Forward:
 
     context, eps = layer.context, layer.config.rms_norm_eps
     workspace, side, pdl = context.workspace, context.side_stream, context.pdl
-    norm, in_proj, in_proj_ba, out_proj = layer.norm, layer.in_proj, layer.in_proj_ba, layer.out_proj
+    norm, proj, proj_ba, out_proj = layer.norm, layer.in_proj, layer.in_proj_ba, layer.out_proj
 
-    def forward(x: Tensor, batch: Batch, kv: LayerState | None) -> Tensor:
-        state = layer.require(kv)
-        if in_proj.joined is not None:
-            both = norm_linear(x, norm.weight, eps, in_proj.joined, workspace=workspace, pdl=pdl, check=False)
-            qkvz, ba = both[:, : in_proj.out_features], both[:, in_proj.out_features :]
+    def forward(x: Tensor, batch: Batch, kv: LayerState) -> Tensor:
+        state = layer.state(kv)
+        if proj.joined is not None:
+            both = norm_linear(x, norm.weight, eps, proj.joined, workspace=workspace, pdl=pdl, check=False)
+            qkvz, ba = both[:, : proj.out_features], both[:, proj.out_features :]
         else:
             with side.fork():
-                ba = norm_linear(x, norm.weight, eps, in_proj_ba.weight, workspace=side.workspace, pdl=pdl, check=False)
-            qkvz = norm_linear(
-                x, norm.weight, eps, in_proj.weight, scale=in_proj.scale, workspace=workspace, pdl=pdl, check=False
-            )
+                ba = norm_linear(x, norm.weight, eps, proj_ba.weight, workspace=side.workspace, pdl=pdl, check=False)
+            qkvz = norm_linear(x, norm.weight, eps, proj.weight, scale=proj.scale, workspace=workspace, pdl=pdl, check=False)
             side.join()
         starts, lengths = batch.query_starts_device, batch.seq_lens_device
         sequences = operands.GatedDeltaSequences(starts, lengths, batch.seq_slots, batch.snapshots)

@@ -35,9 +35,7 @@ class MoE(Layer):
 
     kind = "moe"
 
-    def __init__(
-        self, config: ModelConfig, *, name: str, norm: str, prefix: str, names: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, name: str, norm: str, prefix: str, names: Mapping[str, str] | None = None) -> None:
         super().__init__(config, name)
         moe, h = config.moe, config.hidden_size
         if moe is None:
@@ -72,8 +70,8 @@ class MoE(Layer):
 
     @property
     def activation_values(self) -> int:
-        in_order = self.moe.experts_per_token * self.config.hidden_size  # the tokens, once for each of their experts
-        return super().activation_values + in_order
+        """With the tokens in the order of experts, once for each of their experts."""
+        return super().activation_values + self.moe.experts_per_token * self.config.hidden_size
 
 
 def _shared_expert(layer: MoE) -> SharedExpert | None:
@@ -96,8 +94,7 @@ def eager(layer: MoE) -> Forward:
         y = reference.mixture(h, weights, experts, gate_up, down, activation, gate_up_scale, down_scale)
         if shared is not None:
             joins_experts = reference.computes_shared(len(x), moe.experts_per_token, *stored, shared)
-            quantize = False if joins_experts else None
-            y = y + reference.shared_expert(h, shared, activation, quantize)
+            y = y + reference.shared_expert(h, shared, activation, False if joins_experts else None)
         return x + y
 
     return forward

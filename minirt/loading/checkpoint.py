@@ -3,7 +3,6 @@
 import math
 import mmap
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -23,9 +22,7 @@ from minirt.modeling.parameters import Parameter
 from minirt.sizes import format_size
 from minirt.wording import warn
 
-_DTYPES = {
-    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, E4M3: FP8, INT32: torch.int32, INT64: torch.int64,
-}  # fmt: skip
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, E4M3: FP8, INT32: torch.int32, INT64: torch.int64}
 # Buffers that old transformers releases saved. The runtime computes them from the config.
 DERIVED = "rotary_emb.inv_freq"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -40,6 +37,7 @@ PART_BYTES = 16 << 20
 MAX_PINNED = 128 << 20  # bytes of a thread's pinned buffer; a tensor that is larger, and not read in pieces, is mapped
 THREADS = 4  # that fill a GPU's memory
 MAX_SHOWN = 200  # characters of a name or a text from a file in a message
+_UNREADABLE = "not a readable safetensors file"
 _OTHER = "config.json describes another model, or another format of its weights"
 _TRANSPOSED = "it is stored transposed, as in files of some other architectures; transpose its last two dimensions"
 MAX_HEADER = 16 << 20  # bytes; a header takes about 100 for each tensor
@@ -57,16 +55,14 @@ _TEXT = {
     "language_model.": "model.",
 }  # fmt: skip
 
-ProgressCallback = Callable[[int, int], None]  # (bytes done, bytes in total)
-
 
 @dataclass(frozen=True)
 class Entry:
     """One tensor of the checkpoint, as its file's header describes it.
 
     Attributes:
-        start: its place in the file, in bytes.
-        stored_name: its name in the file, if `name` is not; see `_usual_names`.
+        start, nbytes: its place in the file, and its size.
+        stored_name: its name in the file; see `_usual_names`.
     """
 
     name: str
@@ -74,16 +70,16 @@ class Entry:
     shape: tuple[int, ...]
     dtype: str
     start: int = 0
+    nbytes: int = 0
     stored_name: str | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return _DTYPES[self.dtype].itemsize * math.prod(self.shape)
 
     @property
     def place(self) -> str:
         """File and name, for messages."""
-        return f"{self.file}: {self.name}"
+        return f"{self.file}: {self.name[:MAX_SHOWN]}"
+
+
+Entries = Mapping[str, Entry]  # by name
 
 
 class _Piece(NamedTuple):
@@ -96,52 +92,47 @@ class _Piece(NamedTuple):
     nbytes: int
 
 
-def _header_length(path: Path) -> int:
-    """The header's length in bytes, which the first 8 bytes of a file state; at most MAX_HEADER."""
-    if not path.is_file():  # opening a named pipe would wait
-        raise CheckpointError("is not a file, or is a broken link", where=path, hint="get the file again")
-    with path.open("rb") as file:
-        start = file.read(len(_LFS_POINTER))
-    if start == _LFS_POINTER:
-        what, hint = "is a pointer of Git LFS, not the weights", "run git lfs pull in its folder, or download the model again"
-        raise CheckpointError(what, where=path, hint=hint)
-    length = int.from_bytes(start[:8], "little")
-    if length > MAX_HEADER:
-        what, hint = "not a readable safetensors file: the header is too long", "download it again; it may be of another kind"
-        raise CheckpointError(what, where=path, expected=f"at most {MAX_HEADER} bytes", found=length, hint=hint)
-    return length
-
-
 def _read_header(path: Path) -> Iterator[Entry]:
     """The tensors of a file. safetensors checks the header, except that it silently takes the last of repeated names."""
     from safetensors import SafetensorError, safe_open
 
+    if not path.is_file():  # opening a named pipe would wait
+        raise CheckpointError("is not a file, or is a broken link", where=path, hint="get the file again")
     try:
-        length = _header_length(path)
-        with safe_open(path, framework="pt", device="cpu"), path.open("rb") as file:
-            file.seek(8)
-            header = parse_json(file.read(length).decode(), path, error=CheckpointError)
+        with path.open("rb") as file:
+            start = file.read(len(_LFS_POINTER))
+            if start == _LFS_POINTER:
+                hint = "run git lfs pull in its folder, or download the model again"
+                raise CheckpointError("is a pointer of Git LFS, not the weights", where=path, hint=hint)
+            length = int.from_bytes(start[:8], "little")
+            if length > MAX_HEADER:
+                what, hint = f"{_UNREADABLE}: the header is too long", "download it again; it may be of another kind"
+                raise CheckpointError(what, where=path, expected=f"at most {MAX_HEADER} bytes", found=length, hint=hint)
+            with safe_open(path, framework="pt", device="cpu"):
+                file.seek(8)
+                header = parse_json(file.read(length).decode(), path, error=CheckpointError)
     except (SafetensorError, OSError, ValueError) as error:
-        what = f"not a readable safetensors file: {str(error)[:MAX_SHOWN]}"
+        what = f"{_UNREADABLE}: {str(error)[:MAX_SHOWN]}"
         raise CheckpointError(what, where=path, hint="download it again; it may be truncated") from error
     header.pop("__metadata__", None)
     for name, tensor in header.items():
         if not isinstance(tensor, dict) or not isinstance(tensor["dtype"], str):  # safetensors also takes a list
-            what, expected = "not a readable safetensors file: a tensor is not described as usual", "dtype, shape, data_offsets"
+            what, expected = f"{_UNREADABLE}: a tensor is not described as usual", "dtype, shape, data_offsets"
             raise CheckpointError(what, where=f"{path}: {name[:MAX_SHOWN]}", expected=expected, found=shown(tensor))
-        yield Entry(name, path, tuple(tensor["shape"]), tensor["dtype"], 8 + length + tensor["data_offsets"][0])
+        begin, end = tensor["data_offsets"]
+        yield Entry(name, path, tuple(tensor["shape"]), tensor["dtype"], 8 + length + begin, end - begin)
 
 
-def check_total_size(files: Sequence[Path], stated: float | None) -> None:
-    """Warn if the tensor data of the files has another size than `stated`, the index's number of bytes (None: it has none).
+def check_total_size(entries: Entries, stated: float | None) -> None:
+    """Warn if the tensors have another size than `stated`, the index's number of bytes (None: it has none).
 
     This is not an error: every file is checked on its own, and a conversion to another dtype may leave the old number in the
     index.
     """
-    size = sum(path.stat().st_size - 8 - _header_length(path) for path in files)
+    size = sum(entry.nbytes for entry in entries.values())
     if stated not in (None, size):
         what = f"the index states {shown(stated)} bytes of tensor data (metadata.total_size), but its files hold {size}"
-        warn(f"{files[0].parent}: {what}")
+        warn(f"{_folder(entries)}: {what}")
 
 
 def read_headers(files: Sequence[Path], index: dict[str, str] | None = None, *, tied: bool = False) -> dict[str, Entry]:
@@ -168,7 +159,7 @@ def read_headers(files: Sequence[Path], index: dict[str, str] | None = None, *, 
     return _usual_names(entries, tied)
 
 
-def _check_index(folder: Path, entries: Mapping[str, Entry], index: Mapping[str, str], tied: bool) -> None:
+def _check_index(folder: Path, entries: Entries, index: Mapping[str, str], tied: bool) -> None:
     not_needed = {name for name in entries.keys() ^ index.keys() if name.endswith(DERIVED) or (tied and name == HEAD)}
     if not_needed:
         what = f"the index and the files disagree about tensors that are not needed: {some_names(sorted(not_needed))}"
@@ -189,25 +180,20 @@ def _usual_names(entries: dict[str, Entry], tied: bool) -> dict[str, Entry]:
     All names may begin with the prefix of a wrapper; "model." may be missing, in a file of the class without a head; a tied
     embedding may be stored as the head; and those of a decoder in a model with a vision encoder have a prefix, which is usual.
     """
-    changed, notes = _text_names(entries), []
+    changed, folder = _text_names(entries), _folder(entries)
     while prefix := next((p for p in _WRAPPERS if changed and all(name.startswith(p) for name in changed)), None):
         changed = {name.removeprefix(prefix): entry for name, entry in changed.items()}
-        notes.append(f"all names of tensors begin with {prefix}, which is left out")
+        warn(f"{folder}: all names of tensors begin with {prefix}, which is left out")
     if EMBEDDING.removeprefix("model.") in changed and not any(name.startswith("model.") for name in changed):
         changed = {name if name.startswith("lm_head.") else f"model.{name}": entry for name, entry in changed.items()}
-        notes.append('the names of tensors do not begin with "model.", as in files of a model without a head')
+        warn(f'{folder}: the names of tensors do not begin with "model.", as in files of a model without a head')
     if tied and HEAD in changed and EMBEDDING not in changed:
         changed = {EMBEDDING if name == HEAD else name: entry for name, entry in changed.items()}
-        notes.append(f"the embedding, which is also the head, is stored as {HEAD}")
-    for note in notes:
-        warn(f"{_folder(entries)}: {note}")
-    return {
-        name: entry if name == entry.name else replace(entry, name=name, stored_name=entry.name)
-        for name, entry in changed.items()
-    }
+        warn(f"{folder}: the embedding, which is also the head, is stored as {HEAD}")
+    return {name: replace(entry, name=name, stored_name=entry.name) for name, entry in changed.items()}
 
 
-def shows_tied(entries: Mapping[str, Entry], default: bool) -> bool:
+def shows_tied(entries: Entries, default: bool) -> bool:
     """Whether the head is the embedding, by the tensors: there is one of them only, or the head is a copy.
 
     A copy is looked for if the architecture ties its head by default. Else it is loaded as a head, with the same result.
@@ -258,7 +244,7 @@ class Matched(NamedTuple):
     zero_biases: tuple[str, ...]
 
 
-def match(model: Model, entries: Mapping[str, Entry], allow_unused: bool = False) -> Matched:
+def match(model: Model, entries: Entries, allow_unused: bool = False) -> Matched:
     """Match the checkpoint's tensors with the weight holders of the model.
 
     Args:
@@ -285,17 +271,21 @@ def match(model: Model, entries: Mapping[str, Entry], allow_unused: bool = False
             transposed = len(spec.shape) == 3 and entry.shape == (spec.shape[0], *spec.shape[:0:-1])
             hint, shape = _TRANSPOSED if transposed else _OTHER, list(entry.shape)
             raise CheckpointError("wrong shape", where=entry.place, expected=list(spec.shape), found=shape, hint=hint)
-    modules = {module for parameter in model.parameters() for module in parameter.modules}
+    config, modules = model.config, {module for parameter in model.parameters() for module in parameter.modules}
     biases = tuple(n for n in entries if n not in wanted and n.endswith(".bias") and n.removesuffix(".bias") in modules)
     scales = model.formats.unused_scales if model.formats else ()
-    for name in scales:
-        _check_scale_shape(model, entries[name])
+    for entry in (entries[name] for name in scales):
+        heads, kind = config.num_kv_heads, "KV"
+        if entry.name.endswith((".q_scale", ".prob_scale")):
+            heads, kind = config.num_heads, "query"
+        if math.prod(entry.shape) not in (1, heads):
+            what, expected = "wrong shape of a scale", f"one value, or one for each of {heads} {kind} heads"
+            raise CheckpointError(what, where=entry.place, expected=expected, found=list(entry.shape), hint=_OTHER)
     checked = {*scales, *biases}
     for entry in (entries[n] for n in entries if n in wanted or n in checked or _tied_copy(model, n)):
         dtypes = wanted[entry.name][1].dtypes if entry.name in wanted else FLOATS
         if entry.dtype not in dtypes:
-            expected = " or ".join(dtypes)
-            raise CheckpointError("wrong dtype", where=entry.place, expected=expected, found=entry.dtype, hint=_OTHER)
+            raise CheckpointError("wrong dtype", where=entry.place, expected=" or ".join(dtypes), found=entry.dtype, hint=_OTHER)
     known = wanted.keys() | checked
     unused = tuple(sorted(n for n in entries if not (n in known or n.endswith(DERIVED) or _tied_copy(model, n))))
     extras = set(attention_scales(unused, modules))
@@ -314,23 +304,13 @@ def attention_scales(names: Iterable[str], modules: Iterable[str]) -> list[str]:
     return [n for n, prefix, last in ends if last in ATTENTION_SCALES and layers & {prefix, prefix.rpartition(".")[0]}]
 
 
-def _check_scale_shape(model: Model, entry: Entry) -> None:
-    config = model.config
-    of_queries = entry.name.endswith((".q_scale", ".prob_scale"))
-    heads, kind = (config.num_heads, "query") if of_queries else (config.num_kv_heads, "KV")
-    if math.prod(entry.shape) not in (1, heads):
-        what, expected = "wrong shape of a scale", f"one value, or one for each of {heads} {kind} heads"
-        raise CheckpointError(what, where=entry.place, expected=expected, found=list(entry.shape), hint=_OTHER)
-
-
 def warn_of_extras(unused: Iterable[str], model: Path | str) -> None:
     """Warn of unused tensors that belong to no decoder layer. `unused`: those from `match` that need a warning."""
     for start, what in _EXTRAS.items():
         if count := sum(name.startswith(start) for name in unused):
             warn(f"{model}: {count} tensors {start}* are not used: {what}")
     if count := sum(name.rpartition(".")[2] in ATTENTION_SCALES for name in unused):
-        what = f"{count} scales of FP8 attention are not used: FP8 pages have a scale for each token and head"
-        warn(f"{model}: {what}")
+        warn(f"{model}: {count} scales of FP8 attention are not used: FP8 pages have a scale for each token and head")
 
 
 def _tied_copy(model: Model, name: str) -> bool:
@@ -338,8 +318,8 @@ def _tied_copy(model: Model, name: str) -> bool:
 
 
 def load(
-    model: Model, entries: Mapping[str, Entry], *, allow_unused: bool = False, check_weights: bool = False,
-    progress: ProgressCallback | None = None,
+    model: Model, entries: Entries, *, allow_unused: bool = False, check_weights: bool = False,
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[int, tuple[str, ...]]:  # fmt: skip
     """Stream a checkpoint into an allocated model and cast it to the model's dtype.
 
@@ -347,6 +327,7 @@ def load(
         entries: see `read_headers`.
         allow_unused: see `match`.
         check_weights: refuse NaN and Inf; the error names the tensor.
+        progress: called with the bytes that are done, and those in total.
     Returns:
         The number of bytes read, and the checkpoint tensors that the model does not use.
     Raises:
@@ -361,8 +342,8 @@ def load(
         entry, (holders, spec) = piece.entry, wanted[piece.entry.name]
         if check_weights and (bad := _not_finite(tensor)):
             raise CheckpointError(f"{bad} NaN or Inf values", where=entry.place)
-        if spec.positive or spec.nonzero:
-            _check_scale(entry, tensor, negative=not spec.positive)
+        if spec.scale is not None:
+            _check_scale(entry, tensor, spec.scale == "nonzero")
         if spec.values is not None and (values := tensor.tolist()) != list(spec.values):
             raise CheckpointError("wrong values", where=entry.place, expected=list(spec.values), found=shown(values))
         with inside(entry.place):
@@ -409,17 +390,12 @@ def _groups(pieces: Iterable[_Piece]) -> list[list[_Piece]]:
 
     A group spans at most PART_BYTES of the file, unless it is a single larger piece.
     """
-    by_file: dict[Path, list[_Piece]] = defaultdict(list)
-    for piece in pieces:
-        by_file[piece.entry.file].append(piece)
     groups: list[list[_Piece]] = []
-    for members in by_file.values():
-        begin = None
-        for piece in sorted(members, key=lambda member: member.start):
-            if begin is None or piece.start + piece.nbytes - begin > PART_BYTES:
-                groups.append([])
-                begin = piece.start
-            groups[-1].append(piece)
+    for piece in sorted(pieces, key=lambda piece: (str(piece.entry.file), piece.start)):
+        first = groups[-1][0] if groups else piece
+        if not groups or piece.entry.file != first.entry.file or piece.start + piece.nbytes - first.start > PART_BYTES:
+            groups.append([])
+        groups[-1].append(piece)
     return groups
 
 
@@ -490,8 +466,7 @@ def _read(group: Sequence[_Piece], place: Callable[[_Piece, torch.Tensor], None]
     try:
         with path.open("rb", buffering=0) as file:
             if size and buffers is not None and size <= buffers.nbytes:
-                memory = buffers.of_thread()
-                _fill(memory, file, begin, size)
+                _fill(memory := buffers.of_thread(), file, begin, size)
             elif size:
                 before = begin % mmap.ALLOCATIONGRANULARITY
                 # ACCESS_COPY, since PyTorch warns of memory that it may not write. Nothing is written, so nothing is copied.
@@ -575,5 +550,5 @@ def some_names(names: Sequence[str], count: int = 4) -> str:
     return ", ".join(name[:MAX_SHOWN] for name in names[:count]) + (f", … ({len(names)} in total)" if len(names) > count else "")
 
 
-def _folder(entries: Mapping[str, Entry]) -> Path | str:
+def _folder(entries: Entries) -> Path | str:
     return next(iter(entries.values())).file.parent if entries else "checkpoint"

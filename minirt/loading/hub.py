@@ -151,9 +151,8 @@ def _local_folder(model: str) -> Path | None:
 def _check(name: str, folder: Path, revision: str | None, weights: bool) -> ModelFiles:
     config = _read_object(folder / "config.json")
     if config is None:
-        place = folder if revision is None else f"Hub model {name}"
         hint = f"a model in Hugging Face's layout, with safetensors, is needed{_contents(folder)}"
-        raise ModelNotFoundError("there is no config.json", where=place, hint=hint)
+        raise ModelNotFoundError("there is no config.json", where=f"Hub model {name}" if revision else folder, hint=hint)
     generation_config, quantization = (_read_object(folder / f"{what}_config.json") for what in ("generation", "hf_quant"))
     files = ModelFiles(name, folder, config, generation_config, (), None, revision, hf_quant_config=quantization)
     return _with_weights(files) if weights else files
@@ -180,8 +179,7 @@ def _with_weights(files: ModelFiles) -> ModelFiles:
         raise CheckpointError(what, where=folder, hint="fetch them; with HF_HUB_OFFLINE set, only the cache is used")
     _warn_of_unread_shards(folder, names)
     tensors, total_size = index or (None, None)
-    weights = tuple(folder / name for name in names)
-    return replace(files, weight_files=weights, weight_index=tensors, total_size=total_size)
+    return replace(files, weight_files=tuple(folder / name for name in names), weight_index=tensors, total_size=total_size)
 
 
 def _read_index(path: Path) -> tuple[dict[str, str], float | None] | None:
@@ -220,8 +218,7 @@ def _warn_of_unread_shards(folder: Path, names: list[str]) -> None:
     unread = [name for name in _listed(folder) if name.endswith(".safetensors") and stem(name) in stems and name not in names]
     if unread:
         reason = f"{_SINGLE} takes precedence" if names == [_SINGLE] else f"{_INDEX} does not name them"
-        names_shown = _some([ascii(name) for name in unread])
-        warn(f"{folder}: {len(unread)} weight files are not read, since {reason}: {names_shown}")
+        warn(f"{folder}: {len(unread)} weight files are not read, since {reason}: {_some([ascii(name) for name in unread])}")
 
 
 def _some(names: list[str]) -> str:

@@ -1,5 +1,6 @@
 """`load`: loads a model with its weights. `plan_model`: a model with its plan, without weights. `find`: files and config."""
 
+import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,20 +14,17 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from minirt import models
-from minirt.device import AbsentGPU, compute_capability, pick_device, total_memory
+from minirt.device import AbsentGPU, AnyDevice, compute_capability, pick_device, total_memory
 from minirt.errors import ConfigError, InputError, MinirtError, ModelNotFoundError, UnsupportedError
 from minirt.layers import Layer
 from minirt.loading import checkpoint
-from minirt.loading.checkpoint import Entry
-from minirt.loading.effective_options import pick_dtype, pick_kv_dtype, pick_length
+from minirt.loading.checkpoint import Entries, Entry, shows_tied
 from minirt.loading.hub import ModelFiles, find_model_files, remote_headers, with_present_weights
-from minirt.loading.inferred_config import inferred_config
 from minirt.loading.memory import MemoryPlan, does_not_fit, out_of_memory_while, plan_memory, sequences_that_fit
 from minirt.loading.options import EMBEDDED, LoadOptions
-from minirt.loading.stored_experts import fuse_experts
-from minirt.loading.stored_formats import StoredFormats, stored_formats
-from minirt.modeling.config import Fields, ModelConfig, check_token_ids
-from minirt.modeling.formats import FormatChoice, Quantization
+from minirt.loading.stored_formats import StoredFormats, fuse_experts, stored_formats
+from minirt.modeling.config import DTYPES, Fields, ModelConfig, check_token_ids
+from minirt.modeling.formats import FP8, FormatChoice, Quantization
 from minirt.modeling.model import CANNOT, Model, in_order
 from minirt.modeling.parameters import SomeRows
 from minirt.modeling.quantization_config import QuantizationConfig, read_quantization
@@ -41,9 +39,12 @@ from minirt.wording import warn, worded
 Way = tuple[str, dict[str, Any]]  # how to make a model fit, in words, and the load options that change
 # Values of a weight. An H200 reads this number of bytes in less than 1 µs; a kernel that rounds the input to FP8 takes 1.6 µs.
 _SMALL = 4 << 20
-_SLOW_ON_CPU = "on a CPU, quantized weights save memory, not time: every step unpacks them, which is slow"
-_OLD_GPU = "the Triton kernels need compute capability 8.0: on this GPU only eager layers run, which was never tested"
 _OTHER_FAMILIES = ("gemma", "mixtral", "gpt-oss", "phi-", "glm-", "deepseek-v", "falcon", "gpt2")  # names that users try
+_QKV, _MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
+_DTYPE_NAMES = {
+    "half": "float16", "fp16": "float16", "f16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32",
+    "f32": "float32", "fp8_e4m3": "fp8", "float8_e4m3fn": "fp8", "q8_0": "fp8",
+}  # fmt: skip  (names of vLLM, PyTorch and llama.cpp)
 
 
 class Source(NamedTuple):
@@ -78,14 +79,11 @@ def find(model: str | Path, revision: str | None, *, need_weights: bool, progres
     config, fields = models.parse_config(files.config, config_file), models.decoder_fields(files.config)
     check_token_ids(fields, config_file, config.vocab_size)
     check_token_ids(files.generation_config or {}, str(files.folder / "generation_config.json"), config.vocab_size)
-    stated = files.hf_quant_config
-    producer = None if stated is None else Fields(stated, str(files.folder / "hf_quant_config.json"))
-    return Source(files, config, read_quantization(Fields(fields, config_file), producer))
+    stated, file = files.hf_quant_config, str(files.folder / "hf_quant_config.json")
+    return Source(files, config, read_quantization(Fields(fields, config_file), None if stated is None else Fields(stated, file)))
 
 
-def _with_advice(
-    error: ModelNotFoundError, name: str, preset: models.Preset | None, revision: str | None
-) -> ModelNotFoundError:
+def _with_advice(error: ModelNotFoundError, name: str, preset: models.Preset | None, revision: str | None) -> ModelNotFoundError:
     """The error for a model that is not there, with what may help: other names, or that minirt has no such family."""
     base = name.lower().rpartition("/")[2]
     if (family := next((family for family in _OTHER_FAMILIES if family in base), None)) is not None:
@@ -115,25 +113,30 @@ def _similar_presets(name: str) -> list[str]:
     return begun[:3] or [names[lower] for lower in get_close_matches(name.lower(), names, n=3, cutoff=0.75)]
 
 
-def build(options: LoadOptions, source: Source, entries: Mapping[str, Entry] | None, device: torch.device | AbsentGPU) -> Model:
+def build(options: LoadOptions, source: Source, entries: Entries | None, device: AnyDevice) -> Model:
     """The model without weights: its layers, how the checkpoint stores their experts, and the formats of their linears."""
-    config, speculative = source.config, options.speculative
+    config, speculative, rows, draft = source.config, options.speculative, None, list[Layer]()
     if isinstance(speculative, SpeculativeOptions) and speculative.has_draft_model:
-        model = _build_with_drafts(options, source, entries, device, speculative.draft_rows(config.vocab_size))
+        layers, draft = _build_with_drafts(options, config, entries, rows := speculative.draft_rows(config.vocab_size))
     else:
         layers = in_order(config, options.layers(config) if options.layers else models.build(config))
-        fuse_experts(layers, entries)
-        model = Model(config, layers, choose_formats(options, layers, source, entries, device))
+    fuse_experts([*layers, *draft], entries)
+    formats = choose_formats(options, [*layers, *draft], source, entries, device)
+    if isinstance(formats, StoredFormats) and rows is not None:
+        tied = config.tie_word_embeddings
+        if any(formats.format_of(weights.modules, head=True, tied=tied) for weights in draft[-1].quantizable()):
+            note = "drafts may have all ids, since the checkpoint stores a quantized head"  # some formats cannot be split by rows
+            draft[-1], formats = models.build_with_drafts(config)[1][-1], replace(formats, notes=(*formats.notes, note))
+    model = Model(config, layers, formats, draft)
     if drafts := options.draft_needs.max_drafts:  # states are larger, which plans count
         model.keep_undo(1 + drafts)
     return model
 
 
 def _build_with_drafts(
-    options: LoadOptions, source: Source, entries: Mapping[str, Entry] | None, device: torch.device | AbsentGPU, rows: int | None
-) -> Model:
-    """The model with the layers of a draft model, whose head has `rows` ids; None: all."""
-    config = source.config
+    options: LoadOptions, config: ModelConfig, entries: Entries | None, rows: int | None
+) -> tuple[list[Layer], list[Layer]]:
+    """The layers, and those of a draft model, whose head has `rows` ids; None: all."""
     if options.layers is not None:
         what, hint = "a composed model has no draft model", "use method 'ngram', or a proposer"
         raise UnsupportedError(what, where="speculative", expected="layers=None", found="layers", hint=hint)
@@ -146,22 +149,12 @@ def _build_with_drafts(
         if draft_names.isdisjoint({name.rpartition(".")[0] for name in entries} - target_names):
             what, hint = "the checkpoint has no weights of the draft model", "leave out the drafts, or use --speculate ngram"
             raise UnsupportedError(what, where=str(options.model), expected=f"{min(draft_names - target_names)}, …", hint=hint)
-    fuse_experts([*layers, *draft], entries)
-    formats, head = choose_formats(options, [*layers, *draft], source, entries, device), draft[-1]
-    if isinstance(formats, StoredFormats) and rows is not None:
-        tied = config.tie_word_embeddings
-        if any(formats.format_of(weights.modules, head=True, tied=tied) is not None for weights in head.quantizable()):
-            note = "drafts may have all ids, since the checkpoint stores a quantized head"  # some formats cannot be split by rows
-            layers, draft = models.build_with_drafts(config, None)
-            fuse_experts([*layers, *draft], entries)
-            formats = replace(formats, notes=(*formats.notes, note))
-    return Model(config, layers, formats, draft)
+    return layers, draft
 
 
 def choose_formats(
-    options: LoadOptions, layers: Sequence[Layer], source: Source, entries: Mapping[str, Entry] | None,
-    device: torch.device | AbsentGPU,
-) -> FormatChoice | None:  # fmt: skip
+    options: LoadOptions, layers: Sequence[Layer], source: Source, entries: Entries | None, device: AnyDevice
+) -> FormatChoice | None:
     """The formats of the linears: those of the checkpoint, else those that `options` ask for.
 
     Args:
@@ -190,37 +183,93 @@ def faster_fp8(formats: Quantization, layers: Sequence[Layer]) -> Quantization:
     return replace(formats, unquantized=frozenset(name for linear in small for name in linear.modules), notes=(note,))
 
 
+def pick_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    """"auto" → the checkpoint's dtype on a GPU, float32 on a CPU, where 16-bit arithmetic is slow."""
+    known = {name: getattr(torch, name) for name in DTYPES}
+    auto = known[config.dtype] if device.type == "cuda" else torch.float32
+    return _known(dtype, "--dtype", {"auto": auto, **known})
+
+
+def pick_kv_dtype(dtype: str, model: torch.dtype) -> torch.dtype:
+    """"auto" → the model's dtype; "fp8" → e4m3 with a scale for each token and head."""
+    return _known(dtype, "--kv-cache-dtype", {"auto": model, "fp8": FP8})
+
+
+def _known(dtype: str, place: str, known: dict[str, torch.dtype]) -> torch.dtype:
+    if dtype in known:
+        return known[dtype]
+    plain = str(dtype).removeprefix("torch.")
+    name = _DTYPE_NAMES.get(plain, plain)
+    *names, last = known
+    hint = f"did you mean {name}?" if name in known else None
+    raise ConfigError("unknown dtype", where=place, expected=f"{', '.join(names)} or {last}", found=dtype, hint=hint)
+
+
+def longest_length(config: ModelConfig) -> int:
+    """Number of positions that may be asked for: above its sliding window, a model is refused."""
+    return min(config.max_context_len, config.sliding_window or config.max_context_len)
+
+
+def pick_length(config: ModelConfig, asked: int | None) -> int:
+    """Number of positions to serve: `asked`, else all positions of the model.
+
+    Raises:
+        ConfigError: `asked` is no length that the model supports.
+        UnsupportedError: a sliding window would change sequences of this length.
+    """
+    length = config.context_len if asked is None else asked
+    if type(length) is not int or not 1 <= length <= config.max_context_len:
+        what = "outside the model's context" if type(length) is int else "not a number of tokens"
+        expected = f"an integer from 1 to {config.max_context_len}"
+        raise ConfigError(what, where="--max-model-len", expected=expected, found=repr(length)[:80])
+    window = config.sliding_window
+    if window is not None and length > window:
+        expected, shown = f"sequences of at most {window} tokens (sliding_window in config.json)", f"a length of {length}"
+        hint = f"use --max-model-len {window}: up to there, the window changes nothing"
+        raise UnsupportedError("sliding-window attention is not supported", expected=expected, found=shown, hint=hint)
+    rope = config.rope
+    if rope.kind in ("dynamic", "longrope") and length > rope.original_max_position:
+        what = f"--max-model-len: above {rope.original_max_position} tokens, rope type {rope.kind!r} has other frequencies"
+        why = f"with {length}, shorter sequences have them too, while transformers switches with the length of a sequence"
+        warn(f"{what}; {why}")
+    elif length > config.context_len:
+        what = f"--max-model-len: {length} is more than max_position_embeddings of config.json ({config.context_len})"
+        why = f"the model was trained for it only if that number does not include the rope factor ({config.rope.factor:g})"
+        warn(f"{what}; {why}")
+    return length
+
+
 def plan_model(options: LoadOptions, gpu: AbsentGPU | None = None) -> Model:
     """The model with its plan resolved. No weight is read or allocated. `gpu`: plan for it, instead of a device that is here.
 
     The headers of local weight files are read, and must be those of the model. If the weights are quantized, they are also read
     from the Hub. If that fails, the plan follows what config.json states, and has a note.
     """
-    target = pick_device(options.device) if gpu is None else gpu
     source, entries, settled = _headers(find(options.model, options.revision, need_weights=False), options)
-    planned, idle = _without_weights(options, source, entries, target)
+    planned, notes = _without_weights(options, source, entries, pick_device(options.device) if gpu is None else gpu)
     planned.resolve(options.impl)
     planned.plan = planned.plan.with_cuda_graphs(options.cuda_graphs)
-    _add_notes(planned, idle, settled, _slow(planned, options))
+    _add_notes(planned, *notes, settled, _slow(planned, options))
     return planned
 
 
-def _without_weights(
-    options: LoadOptions, source: Source, entries: Mapping[str, Entry] | None, device: torch.device | AbsentGPU
-) -> tuple[Model, str | None]:
+def _without_weights(options: LoadOptions, source: Source, entries: Entries | None, device: AnyDevice) -> tuple[Model, list[str]]:
     """The model with its dtypes, compared with the headers of the checkpoint, and what `_match` returns."""
     model = build(options, source, entries, device)
     model.device = cast(torch.device, device)
     model.dtype = pick_dtype(options.dtype, source.config, model.device)
     model.kv_dtype = pick_kv_dtype(options.kv_cache_dtype, model.dtype)
-    return model, _match(model, entries, options) if entries is not None else None
+    return model, _match(model, entries, options) if entries is not None else []
 
 
 def _slow(model: Model, options: LoadOptions) -> str | None:
     """Why the model will be slow on this device; None: it will not."""
     if model.device.type == "cpu":
-        return _SLOW_ON_CPU if model.plan.formats else None
-    return _OLD_GPU if compute_capability(model.device) < (8, 0) else _eager_layers(model, options)
+        what = "on a CPU, quantized weights save memory, not time: every step unpacks them, which is slow"
+        return what if model.plan.formats else None
+    if compute_capability(model.device) < (8, 0):
+        return "the Triton kernels need compute capability 8.0: on this GPU only eager layers run, which was never tested"
+    return _eager_layers(model, options)
 
 
 def _add_notes(model: Model, *notes: str | None) -> None:
@@ -238,25 +287,27 @@ def _eager_layers(model: Model, options: LoadOptions) -> str | None:
     return worded(f"{what} (use {' and '.join(ways)})") if ways and compute_capability(model.device) < (8, 9) else what
 
 
-def _match(model: Model, entries: Mapping[str, Entry], options: LoadOptions) -> str | None:
+def _match(model: Model, entries: Entries, options: LoadOptions) -> list[str]:
     """Compare the headers with the model, and warn of tensors that it does not use. A composed model may use a part of them.
 
     Returns:
-        A note for the plan if a draft model is left out. That needs no warning, as it changes no result.
+        Notes for the plan, of what needs no warning: a draft model that is left out changes no result, and AutoGPTQ writes biases
+        of zeros, which Qwen's releases have.
     """
-    matched, idle = checkpoint.match(model, entries, options.layers is not None), None
+    matched, notes = checkpoint.match(model, entries, options.layers is not None), list[str]()
     if options.layers is None:
         mtp, unused = model.config.mtp, list(matched.unused)
         if mtp is not None and mtp.num_layers != 0:
             unused = [name for name in unused if not name.startswith(checkpoint.DRAFTS)]
             if count := len(matched.unused) - len(unused):
-                idle = worded(f"{count} tensors {checkpoint.DRAFTS}* are not loaded: --speculate mtp makes drafts with them")
+                notes += [worded(f"{count} tensors {checkpoint.DRAFTS}* are not loaded: --speculate mtp makes drafts with them")]
         checkpoint.warn_of_extras(unused, options.model)
-    quantized = {m for p in model.parameters() if p.format is not None for m in p.modules}  # of those, the plan has a note
-    if biases := [name for name in matched.zero_biases if name.removesuffix(".bias") not in quantized]:
-        what = f"{len(biases)} biases of linear layers that have none are not used; loading checks that they are zero"
-        warn(f"{options.model}: {what}")
-    return idle
+    quantized = {m for p in model.parameters() if p.format is not None for m in p.modules}
+    plain = sum(name.removesuffix(".bias") not in quantized for name in matched.zero_biases)
+    what = "biases of linear layers that have none are not used; loading checks that they are zero"
+    if plain:
+        warn(f"{options.model}: {plain} {what}")
+    return notes if plain == len(matched.zero_biases) else [*notes, f"{len(matched.zero_biases) - plain} {what}"]
 
 
 def plan_load(options: LoadOptions, gpu: AbsentGPU | None = None) -> tuple[Model, MemoryPlan]:
@@ -265,7 +316,7 @@ def plan_load(options: LoadOptions, gpu: AbsentGPU | None = None) -> tuple[Model
     return model, plan_memory(model, pick_length(model.config, options.max_model_len), model.device, options)
 
 
-def remedy(options: LoadOptions, device: torch.device | AbsentGPU) -> str:
+def remedy(options: LoadOptions, device: AnyDevice) -> str:
     """The options with which the model would fit, or what else can be done."""
     gpu = device if isinstance(device, AbsentGPU) else None
     capability = (99, 0) if device.type == "cpu" else compute_capability(cast(torch.device, device))
@@ -324,7 +375,7 @@ def _changed(options: LoadOptions, changes: dict[str, Any], gpu: AbsentGPU | Non
     return None
 
 
-def _settled(source: Source, files: ModelFiles) -> tuple[Source, Mapping[str, Entry], str | None]:
+def _settled(source: Source, files: ModelFiles) -> tuple[Source, Entries, str | None]:
     """The model with what the headers of its local weight files settle, the headers, and a note; see `inferred_config`."""
     entries = checkpoint.read_headers(files.weight_files, files.weight_index, tied=source.config.tie_word_embeddings)
     config, note = inferred_config(files.config, source.config, entries)
@@ -333,7 +384,7 @@ def _settled(source: Source, files: ModelFiles) -> tuple[Source, Mapping[str, En
     return source._replace(config=config), entries, note
 
 
-def _headers(source: Source, options: LoadOptions) -> tuple[Source, Mapping[str, Entry] | None, str | None]:
+def _headers(source: Source, options: LoadOptions) -> tuple[Source, Entries | None, str | None]:
     """`_settled` with local files, else the headers from the Hub if the weights are quantized. None if there are none."""
     if source.files is None:
         return source, None, None
@@ -346,6 +397,68 @@ def _headers(source: Source, options: LoadOptions) -> tuple[Source, Mapping[str,
         with suppress(ModelNotFoundError):
             return source, {tensor[0]: Entry(*tensor) for tensor in remote_headers(files)}, None
     return source, None, None
+
+
+def inferred_config(raw: Mapping[str, Any], config: ModelConfig, entries: Entries) -> tuple[ModelConfig, str | None]:
+    """The config with the values that the tensors show, for fields that the file does not state, or states twice and differently.
+
+    Fields that the architecture does not have stay open. What the file states is not changed, so tensors that contradict it are
+    refused later.
+
+    Args:
+        raw: config.json, from which `config` was read.
+        entries: see `checkpoint.read_headers`.
+    Returns:
+        The config, and a note that names the fields; None: the defaults are right.
+    """
+    inner, changed = raw.get("text_config") or {}, dict[str, Any]()
+    for name, value in _shown(config, entries).items():
+        stated = [level[name] for level in (raw, inner) if level.get(name) is not None]
+        if stated and all(statement == stated[0] for statement in stated):
+            continue
+        fields = changed | {name: value}
+        # With `text_config`, the head's tie may stand at both levels, and other fields of the decoder only there.
+        outer = {key: field for key, field in fields.items() if not inner or key == "tie_word_embeddings"}
+        candidate = {**raw, **outer, **({"text_config": inner | fields} if inner else {})}
+        with suppress(ConfigError, UnsupportedError):
+            if (parsed := models.parse_config(candidate)) != config:
+                config, changed = parsed, fields
+    if not changed:
+        return config, None
+    values = ", ".join(f"{name} is {str(value).lower()}" for name, value in changed.items())
+    return config, f"config.json does not say it clearly; by the tensors, {values}"
+
+
+def _shown(config: ModelConfig, entries: Entries) -> dict[str, Any]:
+    """The values that differ from `config`, by the names of their fields in config.json."""
+    tied = config.tie_word_embeddings
+    values: dict[str, tuple[Any, Any]] = {"tie_word_embeddings": (shows_tied(entries, tied), tied)}  # and those of `config`
+    attention, mlp = (_modules(entries, name) for name in ("self_attn.q_proj", "mlp.gate_proj"))
+    if attention:
+        query, key, norm = (entries.get(f"{attention[0]}.{name}.weight") for name in ("q_proj", "k_proj", "q_norm"))
+        if query is not None and key is not None and min(len(query.shape), len(key.shape)) == 2:
+            size = query.shape[0] // config.num_heads if norm is None else math.prod(norm.shape)
+            heads = key.shape[0] // max(1, size), config.num_kv_heads
+            values |= {"head_dim": (size, config.head_dim), "num_key_value_heads": heads}
+    for field, prefixes, names, expected in (
+        ("qkv_bias", attention, _QKV, config.qkv_bias),
+        ("attention_bias", attention, (*_QKV, "o_proj"), config.qkv_bias and config.o_bias),
+        ("mlp_bias", mlp, _MLP, config.mlp_bias),
+    ):
+        biased = {f"{prefix}.{name}.bias" in entries for prefix in prefixes for name in names}
+        if len(biased) == 1:
+            values[field] = biased.pop(), expected
+    if config.moe is not None:
+        layers = range(config.num_layers)
+        dense = [i for i in layers if f"model.layers.{i}.mlp" in mlp]
+        values["mlp_only_layers"] = dense, [i for i in layers if not config.is_mixture(i)]
+    return {name: shown for name, (shown, expected) in values.items() if shown != expected}
+
+
+def _modules(entries: Entries, part: str) -> list[str]:
+    """The modules of the decoder's layers that have a weight or a packed weight of `part`, in the order of the files."""
+    weight = re.compile(rf"(model\.layers\.\d+\.{re.escape(part.rpartition('.')[0])})\.{part.rpartition('.')[2]}\.q?weight")
+    return [match[1] for match in map(weight.fullmatch, entries) if match is not None]
 
 
 @dataclass(frozen=True)
@@ -386,7 +499,7 @@ def load(options: LoadOptions, progress: LoadProgress | None = None) -> LoadedMo
     if weights is not None:
         source, entries, settled = _settled(source, weights)
     config = source.config
-    model, idle = _without_weights(options, source, entries, device)
+    model, notes = _without_weights(options, source, entries, device)
     tokenizer = Tokenizer.load(files.folder) if files else None
     check_vocabulary(tokenizer, config)
     if model.draft_model is not None and isinstance(options.speculative, SpeculativeOptions):
@@ -394,14 +507,14 @@ def load(options: LoadOptions, progress: LoadProgress | None = None) -> LoadedMo
             if isinstance(head, SomeRows):  # the ids that drafts may have, before the rows are loaded
                 head.ids = draft_ids(tokenizer, len(head.ids), config.vocab_size, options.speculative.draft_vocab_text)
     if weights is not None:
-        checkpoint.check_total_size(weights.weight_files, weights.total_size)
+        checkpoint.check_total_size(entries or {}, weights.total_size)
     plan = plan_memory(model, length, device, options)
     if not plan.fits:
         raise does_not_fit(plan, str(device), remedy(options, device))
     with out_of_memory_while("allocating the weights", device):
         model.allocate(device, model.dtype, length, model.kv_dtype)
     model.resolve(options.impl)
-    _add_notes(model, idle, settled, slow := _slow(model, options))
+    _add_notes(model, *notes, settled, slow := _slow(model, options))
     if slow is not None:
         warn(slow)
     bytes_read, unused = 0, tuple[str, ...]()
@@ -428,8 +541,6 @@ def check_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig) -> None:
 
 def known_end_ids(tokens: Sequence[int], config: ModelConfig) -> tuple[int, ...]:
     """The ids that end a sequence, without those that this model has no logits for, which it never generates."""
-    unknown = [token for token in tokens if token >= config.vocab_size]
-    if unknown:
-        what = f"ends of sequences that the model cannot generate, since vocab_size is {config.vocab_size}"
-        warn(f"{what}: {unknown}")
+    if unknown := [token for token in tokens if token >= config.vocab_size]:
+        warn(f"ends of sequences that the model cannot generate, since vocab_size is {config.vocab_size}: {unknown}")
     return tuple(token for token in tokens if token < config.vocab_size)

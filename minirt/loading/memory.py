@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from minirt.device import AbsentGPU, free_memory, held_by_others, is_out_of_memory, total_memory
+from minirt.device import AnyDevice, free_memory, held_by_others, is_out_of_memory, total_memory
 from minirt.engine.execute.logits_processors import PROCESSED_ROWS
 from minirt.engine.limits import CPU_NUM_BATCHED_TOKENS, EngineLimits
 from minirt.errors import ConfigError, OutOfMemoryError
@@ -118,18 +118,17 @@ class MemoryPlan:
 
     def rows(self) -> list[tuple[str, int, str]]:
         """The table that `minirt plan` prints: (what, bytes, remark)."""
-        pages = f"{self.pages:,} pages, {self.tokens:,} tokens"
         step = f"{'measured' if self.measured else 'estimate'}, at most {self.max_num_batched_tokens:,} tokens in a step"
         states = f"states of {self.max_num_seqs:,} sequences, {format_size(self.state)} each" if self.state else ""
         table = [("weights", self.weights, ""), ("rope tables and states", self.other, states)]
         table += [("steps", self.step, step)] * (self.step > 0)
         kept = f"{self.snapshots:,} snapshots of states, for the prefix cache"
         table += [("state cache", self.snapshots * self.state, kept)] * (self.snapshots > 0)
-        return table + [("KV cache", self.pages * self.page, pages)] * (self.page > 0)
+        return table + [("KV cache", self.pages * self.page, f"{self.pages:,} pages, {self.tokens:,} tokens")] * (self.page > 0)
 
 
 def plan_memory(
-    model: Model, length: int, device: torch.device | AbsentGPU, options: LoadOptions, *, step_bytes: StepBytes | None = None
+    model: Model, length: int, device: AnyDevice, options: LoadOptions, *, step_bytes: StepBytes | None = None
 ) -> MemoryPlan:
     """Size the KV cache, and the largest step unless the options do.
 
@@ -154,18 +153,14 @@ def plan_memory(
         tables += 3 * max(each, default=0)  # while a table is computed, there are temporary tensors
     other = tables + options.max_num_seqs * state
     fixed = weights + other
-    candidates = (CPU_NUM_BATCHED_TOKENS,) if on_cpu else NUM_BATCHED_TOKENS
     if on_cpu:
         budget = free if asked is not None else min(free, fixed + int(max(0, free - fixed) * CPU_SHARE))
-    if options.max_num_batched_tokens is not None:
-        candidates = (options.max_num_batched_tokens,)
-    estimate = partial(estimate_step, model, cuda_graphs=options.cuda_graphs)
-    step, pages, snapshots, drafts = 0, 0, 0, options.draft_needs
-    for tokens in candidates:
-        limits = EngineLimits(
-            length, options.max_num_seqs, tokens, max_drafts=drafts.max_drafts, keeps_history=drafts.needs_history
-        )
-        needed = 0 if on_cpu else (step_bytes or estimate)(limits)
+    defaults = (CPU_NUM_BATCHED_TOKENS,) if on_cpu else NUM_BATCHED_TOKENS
+    step_bytes = step_bytes or partial(estimate_step, model, cuda_graphs=options.cuda_graphs)
+    step, pages, snapshots, drafts, seqs = 0, 0, 0, options.draft_needs, options.max_num_seqs
+    for tokens in defaults if options.max_num_batched_tokens is None else (options.max_num_batched_tokens,):
+        limits = EngineLimits(length, seqs, tokens, max_drafts=drafts.max_drafts, keeps_history=drafts.needs_history)
+        needed = 0 if on_cpu else step_bytes(limits)
         if needed is None:
             continue
         step, room = needed, budget - fixed - needed
@@ -173,12 +168,11 @@ def plan_memory(
         pages = full if not page else max(0, min((room - snapshots * state) // page, full))
         if pages >= (-(-length // PAGE_SIZE) if asked is None else asked):
             break
-    if asked is not None:
-        pages = asked
+    pages = pages if asked is None else asked
     context = min(length, pages * PAGE_SIZE) if page else length
     return MemoryPlan(
         weights, other, step, page, pages, free, budget, total_memory(device), others, full, context, tokens,
-        options.max_num_seqs, state, snapshots, measured=loaded and step > 0, asked=options.max_model_len,
+        seqs, state, snapshots, measured=loaded and step > 0, asked=options.max_model_len,
     )  # fmt: skip
 
 
@@ -189,8 +183,7 @@ def _with_fitting_sequences(options: LoadOptions, state: int, room: int, on_cpu:
     if not state:
         return options
     room -= options.snapshot_bytes or 0
-    share = STATE_SHARE * (CPU_SHARE if on_cpu else 1)
-    room = int(room * share) if options.kv_bytes is None else room - options.kv_bytes
+    room = int(room * STATE_SHARE * (CPU_SHARE if on_cpu else 1)) if options.kv_bytes is None else room - options.kv_bytes
     return replace(options, max_num_seqs=max(1, min(options.max_num_seqs, room // state)))
 
 
@@ -230,12 +223,11 @@ def measured_plan(model: Model, options: LoadOptions) -> MemoryPlan:
             expected = f"an integer from 1 to {length}, the positions that the model was loaded with"
             raise ConfigError("outside the model's context", where="--max-model-len", expected=expected, found=repr(asked)[:80])
         length = asked
-    graphs = options.cuda_graphs and device.type == "cuda" and model.capturable
 
     def step_bytes(limits: EngineLimits) -> int | None:
         from minirt.engine.warmup.warm_up import measure_step_bytes
 
-        return measure_step_bytes(model, limits, cuda_graphs=graphs)
+        return measure_step_bytes(model, limits, cuda_graphs=options.cuda_graphs and device.type == "cuda" and model.capturable)
 
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading left to PyTorch's allocator counts as free
@@ -261,8 +253,7 @@ def measured_plan(model: Model, options: LoadOptions) -> MemoryPlan:
         if model.kv_dtype.itemsize > 1:
             ways.append("--kv-cache-dtype fp8, which makes room for about twice as many")
         what += f" has room for {plan.context:,} tokens, so the context is that instead of {length:,}: use {' or '.join(ways)}"
-        others = f"; {plan.others}" if plan.others and options.kv_bytes is None else ""
-        warn(what + others, RuntimeWarning)
+        warn(f"{what}; {plan.others}" if plan.others and options.kv_bytes is None else what, RuntimeWarning)
     return plan
 
 
@@ -309,8 +300,7 @@ def estimate_step(model: Model, limits: EngineLimits, cuda_graphs: bool) -> int:
     row = (2 * config.hidden_size + max(layer.activation_values for layer in model.layers)) * size
     logits = rows * config.vocab_size * 4
     slot = slot_bytes(config.vocab_size, length) + 4 * (-(-length // PAGE_SIZE) + limits.keeps_history * length)
-    processed = min(rows, PROCESSED_ROWS) * config.vocab_size * 4
-    total = tokens * row + 3 * logits + processed + limits.max_num_seqs * slot
+    total = tokens * row + 3 * logits + min(rows, PROCESSED_ROWS) * config.vocab_size * 4 + limits.max_num_seqs * slot
     if cuda_graphs:
         total += min(tokens, 2048) * row
     if model.draft_model is not None:  # the hidden states that it continues from

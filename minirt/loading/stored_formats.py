@@ -1,23 +1,28 @@
-"""`stored_formats`: which linears of a checkpoint are quantized, and how.
+"""How a checkpoint stores linears: `stored_formats`, which of them are quantized, and how; `fuse_experts`, in which tensors.
 
 The tensors decide whether a linear is quantized, since ignore lists in the wild are incomplete. config.json decides what the
-tensors mean. Where the two contradict each other, loading is refused.
+tensors mean. Where the two contradict each other, loading is refused. transformers keeps experts in fused tensors
+(`….mlp.experts.gate_up_proj`) since its version 5, and some files have them: names of tensors decide, layer by layer.
 """
 
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import sys
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from minirt.errors import CheckpointError, ConfigError, UnsupportedError
 from minirt.layers import Layer
-from minirt.loading.checkpoint import MAX_SHOWN, Entry, attention_scales, some_names
+from minirt.loading.checkpoint import MAX_SHOWN, Entries, attention_scales, some_names
 from minirt.modeling import formats
 from minirt.modeling.formats import E4M3, FLOATS, INT32, LinearFormat
-from minirt.modeling.parameters import Parameter
-from minirt.modeling.quantization_config import INT4_LAYOUTS, LOAD_UNQUANTIZED, Int4Scheme, QuantizationConfig, Scheme
+from minirt.modeling.quantization_config import INT4_LAYOUTS, LOAD_UNQUANTIZED, QuantizationConfig, Scheme, fp8_scheme
 from minirt.wording import warn
 
+_BOTH = "keep one form: remove the others from the files, and from the index"
+_FUSED_QUANTIZED = "load the unquantized checkpoint, with --quantize fp8, or one that stores quantized experts one by one"
 _SCALES = ("weight_scale", "weight_scale_inv", "scales")
 _PACKED = tuple(dict.fromkeys(layout.value_name for layout in INT4_LAYOUTS.values()))  # the weights of 4 bits
+_WEIGHTS = ("weight", *_PACKED)
 _INT4_TENSORS = (*_PACKED, *(layout.zero_name for layout in INT4_LAYOUTS.values()))
 _INPUT_SCALES = ("input_scale", "activation_scale")  # the second is transformers' name
 # Ends of tensor names that only these formats have.
@@ -38,17 +43,12 @@ class StoredFormats(formats.FormatChoice):
     """The formats found in a checkpoint, by the checkpoint prefix of each quantized linear."""
 
     formats: Mapping[str, LinearFormat]
-    checkpoint: str | None = None
-    notes: tuple[str, ...] = ()
-    unused_scales: tuple[str, ...] = ()
 
     def format_of(self, modules: Sequence[str], *, head: bool, tied: bool) -> LinearFormat | None:
         return self.formats.get(modules[0]) if modules else None
 
 
-def stored_formats(
-    layers: Iterable[Layer], entries: Mapping[str, Entry] | None, stated: QuantizationConfig | None
-) -> StoredFormats | None:
+def stored_formats(layers: Iterable[Layer], entries: Entries | None, stated: QuantizationConfig | None) -> StoredFormats | None:
     """The formats of a checkpoint's linears, or None if none is quantized.
 
     Args:
@@ -63,17 +63,16 @@ def stored_formats(
     search = _Search(entries, stated)
     if entries is not None:
         _refuse_foreign(entries, stated)
-    schemes: dict[str, Scheme | Int4Scheme] = {}
+    schemes: dict[str, Scheme] = {}
     modules: list[str] = []
-    biases: list[str] = []
-    layers = list(layers)
-    linears = [(layer, parameter) for layer in layers for parameter in layer.quantizable()]
-    quantizable = {id(parameter) for _, parameter in linears}
-    plain = [parameter for layer in layers for parameter in layer.parameters() if id(parameter) not in quantizable]
+    parameters = [(layer, parameter) for layer in layers for parameter in layer.parameters()]
+    plain = [parameter for _, parameter in parameters if not parameter.quantizable]
     for parameter in plain:
         search.refuse_quantized(parameter.expected())
     tables = {module for parameter in plain for module in parameter.modules}  # the embedding, also as a tied head
-    for layer, parameter in linears:
+    for layer, parameter in parameters:
+        if not parameter.quantizable:
+            continue
         if tables.intersection(parameter.modules):
             search.refuse_tied_copy()
             continue
@@ -85,7 +84,6 @@ def stored_formats(
             what = "these weights are computed together and must have one format"
             raise UnsupportedError(what, where=layer.name, found=different, hint=LOAD_UNQUANTIZED)
         schemes |= {module: scheme for module, scheme in parts.items() if scheme is not None}
-        biases += search.biases(parameter, schemes)
     if stated is None:
         return None
     if not schemes:
@@ -96,31 +94,25 @@ def stored_formats(
     ends = [(name, *name.rpartition(".")[::2]) for name in entries or ()]
     inputs = [name for name, module, last in ends if last in _INPUT_SCALES and module in schemes]
     kv = attention_scales(entries or (), modules)
-    return StoredFormats(
-        {module: search.format(module, scheme) for module, scheme in schemes.items()},
-        f"{stated.method}: {'; '.join(sorted(set(map(str, schemes.values()))))}",
-        tuple(_notes(schemes.values(), inputs, kv, biases, entries is None)), (*inputs, *kv),
-    )  # fmt: skip
+    method = f"{stated.method}: {'; '.join(sorted(set(map(str, schemes.values()))))}"
+    notes, unused = _notes(schemes.values(), inputs, kv, entries is None), (*inputs, *kv)
+    chosen = {module: search.format(module, scheme) for module, scheme in schemes.items()}
+    return StoredFormats(chosen, checkpoint=method, notes=notes, unused_scales=unused)
 
 
-def _notes(
-    schemes: Iterable[Scheme | Int4Scheme], inputs: Sequence[str], kv: Sequence[str], biases: Sequence[str], unseen: bool
-) -> Iterable[str]:
-    kinds = {scheme.activations for scheme in schemes if isinstance(scheme, Scheme)}
-    if unseen:
-        yield "the weight files could not be looked at: the formats are those that config.json states"
-    if inputs or "static" in kinds:
-        count = f"{len(inputs)} input scales are not used: " if inputs else ""
-        yield f"{count}activations have a scale for each token, which is more exact than a stored one"
-    if "16-bit" in kinds:
-        yield "config.json states 16-bit activations; steps of several tokens round them to FP8"
-    if kv:
-        what = "attention" if any(name.endswith((".q_scale", ".prob_scale")) for name in kv) else "the KV cache"
-        yield f"{len(kv)} scales of {what} are not used: FP8 pages have a scale for each token and head"
-    if any(isinstance(scheme, Int4Scheme) and scheme.ordered for scheme in schemes):
-        yield "config.json states desc_act; loading checks that each g_idx has the columns in their own order"
-    if biases:
-        yield f"{len(biases)} biases of linear layers that have none are not used; loading checks that they are zero"
+def _notes(schemes: Iterable[Scheme], inputs: Sequence[str], kv: Sequence[str], unseen: bool) -> tuple[str, ...]:
+    stated = {scheme.activations for scheme in schemes if scheme.scales != "group"}
+    count = f"{len(inputs)} input scales are not used: " if inputs else ""
+    kv_user = "attention" if any(name.endswith((".q_scale", ".prob_scale")) for name in kv) else "the KV cache"
+    notes = {
+        "the weight files could not be looked at: the formats are those that config.json states": unseen,
+        f"{count}activations have a scale for each token, which is more exact than a stored one": inputs or "static" in stated,
+        "config.json states 16-bit activations; steps of several tokens round them to FP8": "16-bit" in stated,
+        f"{len(kv)} scales of {kv_user} are not used: FP8 pages have a scale for each token and head": kv,
+        "config.json states desc_act; loading checks that each g_idx has the columns in their own order":
+            any(scheme.ordered for scheme in schemes),
+    }  # fmt: skip
+    return tuple(note for note, holds in notes.items() if holds)
 
 
 class _Search:
@@ -130,31 +122,32 @@ class _Search:
         unlisted: linears that are not quantized though config.json does not list them so. The tensors are believed.
     """
 
-    def __init__(self, entries: Mapping[str, Entry] | None, stated: QuantizationConfig | None) -> None:
+    def __init__(self, entries: Entries | None, stated: QuantizationConfig | None) -> None:
         self.seen, self.entries, self.stated = entries is not None, entries or {}, stated
         self.unlisted: list[str] = []
 
-    def format(self, module: str, scheme: Scheme | Int4Scheme) -> LinearFormat:
+    def format(self, module: str, scheme: Scheme) -> LinearFormat:
         """The format of a quantized linear."""
-        if isinstance(scheme, Int4Scheme):
-            indices = scheme.layout.indices_name
-            has_indices = indices is not None and (scheme.ordered or f"{module}.{indices}" in self.entries)
-            return formats.StoredInt4(scheme, has_indices)
-        name = scheme.scale_name
-        return formats.StoredFp8Blocks(name) if scheme.scales == "block" else formats.StoredFp8(scheme.scales == "tensor", name)
+        layout = scheme.layout
+        if scheme.scales == "block":
+            return formats.StoredFp8Blocks(layout.scale_name)
+        if scheme.scales != "group":
+            return formats.StoredFp8(scheme.scales == "tensor", layout.scale_name)
+        return formats.StoredInt4(scheme, scheme.ordered or bool(self.names(module, layout.indices_name or "")))
 
     def names(self, module: str, *ends: str) -> list[str]:
         """Which of these ends of names the tensors of a linear have."""
         return [end for end in ends if f"{module}.{end}" in self.entries]
 
-    def scheme(self, module: str) -> Scheme | Int4Scheme | None:
+    def scheme(self, module: str) -> Scheme | None:
         """How a linear is stored; None: not quantized."""
-        scheme = self.stated.scheme(module, self.stored_name(module)) if self.stated else None
-        ignored_by_default = self.stated is not None and module in self.stated.ignored_by_default
-        if not self.seen:
-            return None if ignored_by_default else scheme
-        names, scales = self.names(module, "weight", *_PACKED), self.names(module, *_SCALES)
+        stated, names, scales = self.stated, self.names(module, *_WEIGHTS), self.names(module, *_SCALES)
         weight = self.entries[f"{module}.{names[-1]}"] if names else None
+        stored_name = weight.stored_name if weight else None
+        scheme = stated.scheme(module, stored_name and stored_name.rpartition(".")[0]) if stated else None
+        may_be_plain = stated is not None and stated.may_be_plain(module)
+        if not self.seen:
+            return None if may_be_plain else scheme
         if weight is None or (names == ["weight"] and weight.dtype in FLOATS):
             if scales:
                 dtype = "no weight" if weight is None else f"a weight of dtype {weight.dtype}"
@@ -162,49 +155,42 @@ class _Search:
                 raise CheckpointError("a scale without a quantized weight", where=place, expected=E4M3, found=dtype)
             if weight is None:
                 return scheme  # that a tensor is missing is found when the headers are compared with the model
-            if scheme is not None and not ignored_by_default:
+            if scheme is not None and not may_be_plain:
                 self.unlisted.append(module)
             return None
         if len(names) > 1:
             raise CheckpointError("the weight is stored twice", where=weight.place, found=", ".join(names))
         four_bits = names[0] in _PACKED
         if weight.dtype != E4M3 and not four_bits:
-            expected, hint = " or ".join((*FLOATS, E4M3) if self.stated else FLOATS), LOAD_UNQUANTIZED
+            expected, hint = " or ".join((*FLOATS, E4M3) if stated else FLOATS), LOAD_UNQUANTIZED
             raise CheckpointError("wrong dtype", where=weight.place, expected=expected, found=weight.dtype, hint=hint)
-        if self.stated is None:  # weights of 4 bits are refused before
+        if stated is None:  # weights of 4 bits are refused before
             what, expected = "the weight is FP8, but config.json states no quantization", "a quantization_config"
             hint = "its numbers have a meaning only with their scales"
             raise CheckpointError(what, where=weight.place, expected=expected, hint=hint)
-        layout = scheme.layout if isinstance(scheme, Int4Scheme) else scheme
         if not scales:
-            what, name = "the quantized weight has no scale", layout.scale_name if layout else _SCALES[0]
-            hint = "the checkpoint is incomplete"
-            raise CheckpointError(what, where=weight.place, expected=f"{module}.{name}", hint=hint)
-        if scheme is None or layout is None:
+            name, hint = scheme.layout.scale_name if scheme else _SCALES[0], "the checkpoint is incomplete"
+            raise CheckpointError("the quantized weight has no scale", where=weight.place, expected=f"{module}.{name}", hint=hint)
+        if scheme is None:
             what = f"the weight {'has 4 bits' if four_bits else 'is quantized'}, but config.json says it is not"
-            raise ConfigError(what, where=weight.place, found=weight.dtype, hint=f"correct {self.stated.field}")
-        if isinstance(scheme, Scheme) and scheme.scales == "tensor" and self.stated.method == "fp8" and len(scales) == 1:
-            scheme = layout = replace(scheme, scale_name=scales[0])  # vLLM's and transformers' names of it
+            raise ConfigError(what, where=weight.place, found=weight.dtype, hint=f"correct {stated.field}")
+        if scheme.scales == "tensor" and stated.method == "fp8" and len(scales) == 1:
+            scheme = fp8_scheme("tensor", scheme.activations, scales[0])  # vLLM's and transformers' names of it
+        layout = scheme.layout
         for what, name, stored in (("weight", layout.value_name, names), ("scale", layout.scale_name, scales)):
             if stored != [name]:
                 what, expected = f"the {what} is not that of the stated format", f"{name} ({scheme})"
                 raise CheckpointError(what, where=weight.place, expected=expected, found=", ".join(stored))
-        packed = scheme.layout if isinstance(scheme, Int4Scheme) and scheme.symmetric else None
-        if packed and not packed.symmetric_zeros and (zeros := self.entries.get(f"{module}.{packed.zero_name}")):
-            raise CheckpointError("zero points of symmetric weights", where=zeros.place, expected="none", found="a tensor")
+        if four_bits and scheme.symmetric and not layout.symmetric_zeros and self.names(module, layout.zero_name):
+            place = self.entries[f"{module}.{layout.zero_name}"].place
+            raise CheckpointError("zero points of symmetric weights", where=place, expected="none", found="a tensor")
         return scheme
-
-    def stored_name(self, module: str) -> str | None:
-        """The prefix of a linear's tensors in the files; None: as in the model."""
-        weights = self.names(module, "weight", *_PACKED)
-        stored = self.entries[f"{module}.{weights[0]}"].stored_name if weights else None
-        return stored and stored.rpartition(".")[0]
 
     def refuse_quantized(self, specs: Iterable[Sequence]) -> None:
         """Refuse quantized tensors where no layer can compute with them: the embedding, norms."""
         for name, *_ in specs:
             module = name.rpartition(".")[0]
-            weights = [name, *(f"{module}.{end}" for end in ("weight", *_PACKED))]
+            weights = [name, *(f"{module}.{end}" for end in _WEIGHTS)]
             entry = next((self.entries[weight] for weight in weights if weight in self.entries), None)
             scales = self.names(module, *_SCALES)
             if entry is not None and (entry.dtype in (E4M3, INT32) or scales):
@@ -214,22 +200,15 @@ class _Search:
 
     def refuse_tied_copy(self) -> None:
         """Refuse a quantized head if the model's head is tied to the embedding."""
-        for name in self.names("lm_head", "weight", *_PACKED):
-            entry = self.entries[f"lm_head.{name}"]
+        for entry in (self.entries[f"lm_head.{name}"] for name in self.names("lm_head", *_WEIGHTS)):
             if entry.dtype in (E4M3, INT32):
                 what = "config.json ties the head to the embedding, but the checkpoint has a quantized head"
                 raise ConfigError(what, where=entry.place, hint="set tie_word_embeddings to false in config.json")
 
-    def biases(self, parameter: Parameter, quantized: Container[str]) -> list[str]:
-        """Names of biases of quantized linears that have none. AutoGPTQ writes zeros: Qwen's releases have them."""
-        used = {name for name, *_ in parameter.expected()}
-        names = [f"{module}.bias" for module in parameter.modules if module in quantized]
-        return [name for name in names if name in self.entries and name not in used]
 
-
-def _refuse_foreign(entries: Mapping[str, Entry], stated: QuantizationConfig | None) -> None:
+def _refuse_foreign(entries: Entries, stated: QuantizationConfig | None) -> None:
     """Refuse tensors of formats that minirt does not know, and those of 4-bit weights where none are stated."""
-    four_bits = stated is not None and any(isinstance(scheme, Int4Scheme) for _, scheme in stated.groups)
+    four_bits = stated is not None and any(scheme.scales == "group" for _, scheme in stated.groups)
     for name, entry in entries.items():
         last = name.rpartition(".")[2]
         if last not in _FOREIGN or (four_bits and last in _INT4_TENSORS):
@@ -240,4 +219,41 @@ def _refuse_foreign(entries: Mapping[str, Entry], stated: QuantizationConfig | N
             hint = "the quantization_config of config.json is missing; older releases have it in quantize_config.json"
             if stated is not None:
                 hint = f"{stated.place} states {stated.method}"
-        raise UnsupportedError(what, where=f"{entry.file}: {name[:MAX_SHOWN]}", hint=hint)
+        raise UnsupportedError(what, where=entry.place, hint=hint)
+
+
+def fuse_experts(layers: Iterable[Layer], entries: Entries | None) -> None:
+    """Set the parameters whose checkpoint tensors are fused to that form.
+
+    Args:
+        layers: those of the model, before it is allocated.
+        entries: the headers of the checkpoint's files; None: there are none, and nothing is set.
+    Raises:
+        CheckpointError: a layer has fused tensors, and tensors of single experts.
+        UnsupportedError: a fused tensor is quantized, or has a scale or a bias beside it.
+    """
+    entries = entries or {}
+    names = sorted(entries)
+    for layer in layers:
+        fusible = [parameter for parameter in layer.parameters() if parameter.fused_tensor]
+        fused = [parameter.fused_tensor or "" for parameter in fusible]
+        stored = [entries[name] for start in fused for name in _beginning(names, start)]
+        if not stored:
+            continue
+        single = next((n for p in fusible for module in p.modules for n in _beginning(names, f"{module}.")), None)
+        if single is not None:
+            what, first = f"{layer.name} has fused experts and single ones", stored[0].name[:MAX_SHOWN]
+            raise CheckpointError(what, where=entries[single].place, expected="one of the two forms", found=first, hint=_BOTH)
+        for entry in stored:
+            what, expected = "quantized experts in one tensor are not supported", " or ".join(FLOATS)
+            if entry.name not in fused:
+                what, expected = "beside fused experts, this tensor has no known meaning", f"only {' and '.join(fused)}"
+            if entry.name not in fused or entry.dtype not in FLOATS:
+                raise UnsupportedError(what, where=entry.place, expected=expected, found=entry.dtype, hint=_FUSED_QUANTIZED)
+        for parameter in fusible:
+            parameter.fuse()
+
+
+def _beginning(names: list[str], prefix: str) -> list[str]:
+    """Those of the sorted names that begin with `prefix`."""
+    return names[bisect_left(names, prefix) : bisect_left(names, prefix + chr(sys.maxunicode))]

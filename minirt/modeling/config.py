@@ -8,7 +8,7 @@ of version 5 (`rope_parameters`, `dtype`). A wrong value raises `ConfigError`; a
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from minirt.errors import ConfigError, MinirtError, UnsupportedError
@@ -17,18 +17,16 @@ from minirt.wording import warn
 DTYPES = ("float32", "bfloat16", "float16")
 # The keys that each rope type accepts besides _ROPE_COMMON.
 ROPE_KEYS = {
-    kind: frozenset(keys.split())
-    for kind, keys in {
-        "default": "", "dynamic": "factor", "linear": "factor", "longrope": "factor short_factor long_factor attention_factor",
-        "llama3": "factor low_freq_factor high_freq_factor",
-        "yarn": "factor attention_factor beta_fast beta_slow mscale mscale_all_dim truncate",
-    }.items()
+    "default": "", "dynamic": "factor", "linear": "factor", "longrope": "factor short_factor long_factor attention_factor",
+    "llama3": "factor low_freq_factor high_freq_factor",
+    "yarn": "factor attention_factor beta_fast beta_slow mscale mscale_all_dim truncate",
 }  # fmt: skip
 _ORIGINAL = "original_max_position_embeddings"
 # Keys that every rope type accepts. Where they are in no formula, they record how the model was trained.
 _ROPE_COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned", _ORIGINAL})
 # Keys of single architectures, see `read_rope`. M-RoPE has three positions for each token: of text, all are the same.
 MROPE_KEYS = frozenset({"mrope_section", "mrope_interleaved"})
+_REVERSED = "the two bounds are reversed"
 # Keys of other runtimes' formulas, with the value that changes nothing.
 _ROPE_NEUTRAL = {"factor": 1, "attn_factor": 1, "extrapolation_factor": 1, "llama_4_scaling_beta": 0}
 MAX_HEAD_DIM, MAX_VOCAB, MAX_POSITIONS = 1024, 4 << 20, 16 << 20
@@ -139,11 +137,6 @@ class GatedDeltaNetConfig:
     layers: frozenset[int]
     grouped: bool = False
 
-    @property
-    def state_values(self) -> int:
-        """Values of the matrices of all heads of a layer."""
-        return self.num_v_heads * self.head_k_dim * self.head_v_dim
-
 
 @dataclass(frozen=True)
 class MoEConfig:
@@ -241,28 +234,7 @@ class ModelConfig:
         return moe is not None and layer not in moe.dense_layers and (layer + 1) % moe.sparse_step == 0
 
 
-_REQUIRED: Any = object()
-_STATED: Any = object()
-
-
-class _Watched(dict[str, Any]):
-    """A JSON object that adds the names of what is looked at to a set. Copies and comparisons look at nothing."""
-
-    def __init__(self, raw: Mapping[str, Any], path: Callable[[str], str], read: set[str]) -> None:
-        super().__init__(raw)
-        self._path, self._read = path, read
-
-    def __getitem__(self, name: str) -> Any:
-        self._read.add(self._path(name))
-        return super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self._read.add(self._path(name))
-        return super().get(name, default)
-
-    def __contains__(self, name: object) -> bool:
-        self._read.add(self._path(str(name)))
-        return super().__contains__(name)
+_UNSET: Any = object()
 
 
 class Fields:
@@ -271,6 +243,7 @@ class Fields:
     An absent field takes `default`; without a default it is an error. Only the `*_or_none` methods accept null.
 
     Args:
+        raw: the object. What is taken from it directly does not count as looked at.
         file: for messages. `prefix`: the place of the object in it, `outer`: fields that are not there but at the top.
         read: where the names of the fields that are looked at are added, with their prefix.
     """
@@ -282,8 +255,12 @@ class Fields:
         if not isinstance(raw, Mapping):
             place = f"{file}, field {prefix.rstrip('.')}" if prefix else file
             raise ConfigError("not a JSON object", where=place, expected="an object", found=shown(raw))
-        self.file, self.prefix, self.outer, self.read = file, prefix, outer, set() if read is None else read
-        self.raw = _Watched(raw, self._path, self.read)
+        self.raw, self.file, self.prefix, self.outer, self.read = raw, file, prefix, outer, set() if read is None else read
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a field as it is."""
+        self.read.add(self._path(name))
+        return self.raw.get(name, default)
 
     def over(self, raw: Mapping[str, Any]) -> "Fields":
         """Other content at the same place."""
@@ -298,12 +275,10 @@ class Fields:
         return f"{self.file}, field {self._path(name)}"
 
     def wrong(
-        self, name: str, what: str, expected: object = None, *, found: object = _STATED, hint: str | None = None,
-        error: type[MinirtError] = ConfigError,
-    ) -> MinirtError:  # fmt: skip
-        """The error for a field with a wrong value. `found`: what the message shows instead of that value."""
-        stated = shown(dict.get(self.raw, name)) if found is _STATED else found
-        return error(what, where=self.place(name), expected=expected, found=stated, hint=hint)
+        self, name: str, what: str, expected: object = None, *, error: type[MinirtError] = ConfigError, **message: Any
+    ) -> MinirtError:
+        """The error for a field with a wrong value. `message`: its `hint`, and a `found` other than that value."""
+        return error(what, where=self.place(name), expected=expected, **{"found": shown(self.raw.get(name))} | message)
 
     def unsupported(self, name: str, what: str, expected: object = None, **message: Any) -> MinirtError:
         """The same for a value that minirt does not support. `message`: see `wrong`."""
@@ -311,23 +286,23 @@ class Fields:
 
     def only(self, name: str, *values: Any, what: str = "not supported", hint: str | None = None) -> None:
         """Refuse a field with another value than these and null."""
-        value = self.raw.get(name)
+        value = self.get(name)
         if value is not None and not any(same(value, one) for one in values):
             raise self.unsupported(name, what, " or ".join(map(shown, values)) or "null", hint=hint)
 
     def _path(self, name: str) -> str:
         return f"{'' if name in self.outer else self.prefix}{name}"
 
-    def integer(self, name: str, *, default: Any = _REQUIRED, **bounds: float) -> int:
+    def integer(self, name: str, *, default: Any = _UNSET, **bounds: float) -> int:
         """An integer. `bounds`: `minimum` and `maximum`, if they are not those of `BOUNDS`; the minimum of other fields is 1."""
         least, most = _bounds(name, **bounds)
         return self._read(name, default, f"an integer from {least} to {most}", lambda value: _within(value, least, most, int))
 
     def integer_or_none(self, name: str, *, default: int | None = None, **bounds: float) -> int | None:
         """Like `integer`, but the field may be null and `default` may be None."""
-        return None if self.raw.get(name, default) is None else self.integer(name, default=default, **bounds)
+        return None if self.get(name, default) is None else self.integer(name, default=default, **bounds)
 
-    def number(self, name: str, *, default: float = _REQUIRED) -> float:
+    def number(self, name: str, *, default: float = _UNSET) -> float:
         """A finite float, with the bounds of `BOUNDS`. JSON integers are accepted; NaN and infinities are not."""
         least, most = BOUNDS[name]
         expected = f"a number from {least:g} to {most:g}"
@@ -335,15 +310,15 @@ class Fields:
 
     def number_or_none(self, name: str) -> float | None:
         """Like `number`, but the field may be null or absent."""
-        return None if self.raw.get(name) is None else self.number(name)
+        return None if self.get(name) is None else self.number(name)
 
-    def boolean(self, name: str, *, default: bool = _REQUIRED) -> bool:
+    def boolean(self, name: str, *, default: bool = _UNSET) -> bool:
         return self._read(name, default, "true or false", lambda value: type(value) is bool)
 
-    def string(self, name: str, *, default: str = _REQUIRED) -> str:
+    def string(self, name: str, *, default: str = _UNSET) -> str:
         return self._read(name, default, "a string", lambda value: type(value) is str)
 
-    def choice(self, name: str, known: Iterable[str], *, default: str = _REQUIRED) -> str:
+    def choice(self, name: str, known: Iterable[str], *, default: str = _UNSET) -> str:
         """One of the `known` strings. Any other string raises `UnsupportedError`."""
         value = self.string(name, default=default)
         if value not in known:
@@ -360,7 +335,7 @@ class Fields:
         """A list of `count` finite numbers, with the bounds of `BOUNDS`."""
         least, most = BOUNDS[name]
         expected = f"a list of {count} numbers from {least:g} to {most:g}"
-        value = self._read(name, _REQUIRED, expected, lambda value: _all(value, _within, least, most, int, float))
+        value = self._read(name, _UNSET, expected, lambda value: _all(value, _within, least, most, int, float))
         self.check_count(name, value, count, "channel pair")
         return tuple(map(float, value))
 
@@ -375,7 +350,7 @@ class Fields:
 
     def nested(self, name: str) -> "Fields":
         """The fields of a nested object. Null or absent counts as an empty object."""
-        value = self.raw.get(name)
+        value = self.get(name)
         return Fields({} if value is None else value, self.file, f"{self._path(name)}.", read=self.read)
 
     def missing(self, name: str, expected: str) -> MinirtError:
@@ -383,8 +358,8 @@ class Fields:
         return self.wrong(name, "the field is missing", expected, found=None)
 
     def _read(self, name: str, default: Any, expected: str, accepts: Callable[[Any], bool]) -> Any:
-        value = self.raw.get(name, default)
-        if value is _REQUIRED:
+        value = self.get(name, default)
+        if value is _UNSET:
             raise self.missing(name, expected)
         if not accepts(value):
             raise self.wrong(name, "the value is not acceptable", expected, found=shown(value))
@@ -475,66 +450,60 @@ def _read_dialect(
         raise rope.wrong("type", "type and rope_type contradict each other", kind)
     kind = "default" if kind == "mrope" else kind
     share = _rotated_share(rope, fields, head_dim, partial)
-    _check_keys(kind, rope, keys, int(head_dim * share))
-    level = _stated_once("rope_theta", rope, fields)
-    theta = level.number("rope_theta", default=theta)
-    original = rope.integer_or_none(_ORIGINAL) or 0
-    config = RopeConfig(kind, theta, partial_rotary_factor=share)
-    if kind == "linear":
-        config = replace(config, factor=rope.number("factor"), original_max_position=original)
-    elif kind == "dynamic":  # _ORIGINAL is a record here, too
-        config = replace(config, factor=rope.number("factor"), original_max_position=max_positions)
-        if (channels := config.rotary_dim(head_dim)) < 4:
-            what = "dynamic rope needs at least two pairs of channels"
-            raise rope.wrong("rope_type", what, "4 rotated channels or more", found=channels)
-    elif kind != "default":  # as in transformers, max_position_embeddings is the default
-        level = _stated_once(_ORIGINAL, fields, rope)
-        original = level.integer(_ORIGINAL, default=max_positions)
-        config = _scaled(replace(config, original_max_position=original), rope, max_positions, head_dim)
-    if "llama_4_scaling_beta" in keys:
-        beta = rope.number("llama_4_scaling_beta")
-        if beta and not original:
-            raise rope.missing(_ORIGINAL, "a number of positions, for llama_4_scaling_beta")
-        original = config.original_max_position or original
-        config = replace(config, query_scaling_beta=beta, original_max_position=original)
-    return config
+    rotary_dim = int(head_dim * share)
+    _check_keys(kind, rope, keys, rotary_dim)
+    theta = _stated_once("rope_theta", rope, fields).number("rope_theta", default=theta)
+    beta, stated = 0.0, rope.integer_or_none(_ORIGINAL) or 0
+    if "llama_4_scaling_beta" in keys and (beta := rope.number("llama_4_scaling_beta")) and not stated:
+        raise rope.missing(_ORIGINAL, "a number of positions, for llama_4_scaling_beta")
+    if kind == "default":
+        return RopeConfig(kind, theta, 1.0, stated if beta else 0, partial_rotary_factor=share, query_scaling_beta=beta)
+    original = stated
+    if kind == "dynamic":  # _ORIGINAL is a record here, as in linear
+        original = max_positions
+    elif kind != "linear":  # as in transformers, max_position_embeddings is the default
+        original = _stated_once(_ORIGINAL, fields, rope).integer(_ORIGINAL, default=max_positions)
+    values = _read_scaling(kind, rope, original, max_positions, rotary_dim)
+    return RopeConfig(kind, theta, original_max_position=original, partial_rotary_factor=share, query_scaling_beta=beta, **values)
 
 
-
-def _scaled(plain: RopeConfig, rope: Fields, max_positions: int, head_dim: int) -> RopeConfig:
-    """The parameters of llama3, yarn and longrope."""
-    original = plain.original_max_position
-    if plain.kind == "llama3":
-        low, high = (rope.number(f"{end}_freq_factor") for end in ("low", "high"))
-        _check_order(rope, "high_freq_factor", low < high, f"more than low_freq_factor ({low:g})", high)
-        return replace(plain, factor=rope.number("factor"), low_freq_factor=low, high_freq_factor=high)
-    implied = max_positions / original  # transformers: yarn may have null as its factor, and longrope none
-    if plain.kind == "longrope":
+def _read_scaling(kind: str, rope: Fields, original: int, max_positions: int, rotary_dim: int) -> dict[str, Any]:
+    """The fields of `RopeConfig` that only some types have."""
+    implied = max_positions / max(original, 1)  # transformers: yarn may have null as its factor, and longrope none
+    if kind == "longrope":
         factor = max(implied, 1.0) if rope.raw.get("factor") is None else rope.number("factor")
-        pairs = plain.rotary_dim(head_dim) // 2
-        short, long = (rope.numbers(name, count=pairs) for name in ("short_factor", "long_factor"))
+        short, long = (rope.numbers(name, count=rotary_dim // 2) for name in ("short_factor", "long_factor"))
         attention = rope.number_or_none("attention_factor")
         if attention is None and factor > 1 and original < 2:
             raise rope.wrong(_ORIGINAL, "its logarithm is 0", "at least 2, or an attention_factor", found=original)
         if attention is None:
             attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-        return replace(plain, factor=factor, short_factor=short, long_factor=long, attention_factor=attention)
-    unstated = rope.raw.get("factor", 0) is None and 1 <= implied <= BOUNDS["factor"][1]
+        return {"factor": factor, "short_factor": short, "long_factor": long, "attention_factor": attention}
+    unstated = kind == "yarn" and rope.raw.get("factor", 0) is None and 1 <= implied <= BOUNDS["factor"][1]
     factor = implied if unstated else rope.number("factor")
-    fast, slow = rope.number_or_none("beta_fast") or 32.0, rope.number_or_none("beta_slow") or 1.0
-    _check_order(rope, "beta_fast", fast >= slow, f"beta_slow ({slow:g}) or more", fast)
-    attention, truncate = _yarn_attention_factor(rope, factor), rope.boolean("truncate", default=True)
-    return replace(plain, factor=factor, beta_fast=fast, beta_slow=slow, truncate=truncate, attention_factor=attention)
-
+    if kind == "llama3":
+        low, high = (rope.number(f"{end}_freq_factor") for end in ("low", "high"))
+        if low >= high:
+            raise rope.wrong("high_freq_factor", _REVERSED, f"more than low_freq_factor ({low:g})", found=high)
+        return {"factor": factor, "low_freq_factor": low, "high_freq_factor": high}
+    if kind == "yarn":
+        fast, slow = rope.number_or_none("beta_fast") or 32.0, rope.number_or_none("beta_slow") or 1.0
+        if fast < slow:
+            raise rope.wrong("beta_fast", _REVERSED, f"beta_slow ({slow:g}) or more", found=fast)
+        attention, truncate = _yarn_attention_factor(rope, factor), rope.boolean("truncate", default=True)
+        return {"factor": factor, "beta_fast": fast, "beta_slow": slow, "truncate": truncate, "attention_factor": attention}
+    if kind == "dynamic" and rotary_dim < 4:
+        what = "dynamic rope needs at least two pairs of channels"
+        raise rope.wrong("rope_type", what, "4 rotated channels or more", found=rotary_dim)
+    return {"factor": factor}
 
 
 def _rotated_share(rope: Fields, fields: Fields, head_dim: int, partial: bool) -> float:
     """The share of a head's channels that is rotated."""
-    level = _stated_once("partial_rotary_factor", rope, fields)
-    share = level.number_or_none("partial_rotary_factor")
+    level = _stated_once(name := "partial_rotary_factor", rope, fields)
+    share = level.number_or_none(name)
     if share in (None, 1.0):
         return 1.0
-    name = "partial_rotary_factor"
     if not partial:
         hint = "an architecture that computes it passes partial_rotary=True to decoder_config"
         raise level.unsupported(name, "partial rotary embedding is not supported", 1, hint=hint)
@@ -545,10 +514,9 @@ def _rotated_share(rope: Fields, fields: Fields, head_dim: int, partial: bool) -
     return share
 
 
-
 def _check_keys(kind: str, rope: Fields, keys: frozenset[str], rotary_dim: int) -> None:
     """Refuse parameters of other types and architectures."""
-    known = ROPE_KEYS[kind] | _ROPE_COMMON | keys
+    known = _ROPE_COMMON.union(ROPE_KEYS[kind].split(), keys)
     for name, value in rope.raw.items():
         neutral = type(value) in (int, float) and value == _ROPE_NEUTRAL.get(name)
         if name not in known and value is not None and not neutral:
@@ -565,26 +533,17 @@ def _stated_once(name: str, first: Fields, second: Fields) -> Fields:
     """The level that states a field: `first` if it has it, else `second`. If both state it, they must agree."""
     if name not in first.raw:
         return second
-    if second.raw.get(name) not in (None, first.raw[name]):
+    if second.get(name) not in (None, first.raw[name]):
         what, expected = "the value contradicts another one in the same file", shown(first.raw[name])
         raise second.wrong(name, what, f"{expected}, as in {first.prefix}{name}", hint="remove the wrong one")
     return first
 
 
-def _check_order(rope: Fields, name: str, good: bool, expected: str, value: float) -> None:
-    if not good:
-        raise rope.wrong(name, "the two bounds are reversed", expected, found=value)
-
-
 def _yarn_attention_factor(rope: Fields, factor: float) -> float:
     """The multiplier of cos and sin (YaRN, Peng et al. 2023, section 3.4): given, or computed as in transformers."""
-    mscale, mscale_all_dim = (rope.number_or_none(name) for name in ("mscale", "mscale_all_dim"))
-    if (given := rope.number_or_none("attention_factor")) is not None:
+    mscale, all_dim, given = (rope.number_or_none(name) for name in ("mscale", "mscale_all_dim", "attention_factor"))
+    if given is not None:
         return given
-
-    def temperature(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1.0
-
-    if mscale and mscale_all_dim:
-        return temperature(mscale) / temperature(mscale_all_dim)
-    return temperature(1)
+    if not mscale or not all_dim:
+        mscale, all_dim = 1.0, 0.0
+    return (0.1 * mscale * math.log(factor) + 1.0) / (0.1 * all_dim * math.log(factor) + 1.0)

@@ -18,14 +18,12 @@ from minirt.device import compute_capability, interpreting, on_device, triton_in
 from minirt.errors import CheckpointError, ConfigError
 from minirt.kernels import reference
 from minirt.kernels.reference import FP8_BLOCK, INT4_CHUNK, INT4_ZERO, pack_int4, pack_int4_scale
-from minirt.modeling.quantization_config import Int4Scheme
+from minirt.modeling.quantization_config import Scheme
 
 FP8 = torch.float8_e4m3fn
 CHUNK = 1 << 22  # weights quantized at a time; quantization to FP8 by PyTorch needs 9 temporary bytes per weight
 FLOATS = ("F32", "F16", "BF16")  # names of dtypes in safetensors files
-E4M3 = "F8_E4M3"
-INT32 = "I32"
-INT64 = "I64"
+E4M3, INT32, INT64 = "F8_E4M3", "I32", "I64"
 
 
 class TensorSpec(NamedTuple):
@@ -34,8 +32,7 @@ class TensorSpec(NamedTuple):
     Attributes:
         shape: the usual shape. `also`: other shapes of the same values.
         dtypes: the dtypes that it may have, by their names in safetensors files.
-        positive: whether every value must be finite and above 0, as in a scale.
-        nonzero: whether every value must be finite and not 0, as in a scale that may be negative.
+        scale: "positive" or "nonzero": every value must be finite, and above 0 or not 0; None: they are not scales.
         values: the values that it must have; None: any.
         pieces: whether ranges of the first dimension may be loaded one by one.
     """
@@ -44,8 +41,7 @@ class TensorSpec(NamedTuple):
     shape: tuple[int, ...]
     dtypes: tuple[str, ...] = FLOATS
     also: tuple[tuple[int, ...], ...] = ()
-    positive: bool = False
-    nonzero: bool = False
+    scale: str | None = None
     values: tuple[int, ...] | None = None
     pieces: bool = False
 
@@ -133,7 +129,7 @@ class LinearFormat(ABC):
 
     def nbytes(self, rows: Sequence[int], K: int) -> int:
         """Bytes of weight and scale. A step of one token reads all of them."""
-        return sum(rows) * K + 4 * torch.Size(self.scale_shape(rows, K)).numel()
+        return sum(tensor.nbytes for tensor in self.allocate(rows, K, torch.device("meta")))
 
 
 @dataclass(frozen=True)
@@ -196,7 +192,7 @@ class StoredFp8(_Stored, QuantizedToFp8):
     def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
         yield TensorSpec(f"{module}.weight", (rows, K), (E4M3,), pieces=True)
         shape, also = ((1,), ((), (1, 1))) if self.per_tensor else ((rows, 1), ((rows,),))
-        yield TensorSpec(f"{module}.{self.scale}", shape, also=also, positive=True)
+        yield TensorSpec(f"{module}.{self.scale}", shape, also=also, scale="positive")
 
     def place_scale(self, source: Tensor, scale: Tensor, rows: Sequence[int], place: slice) -> None:
         scale[place].copy_(source.flatten())
@@ -222,7 +218,7 @@ class StoredFp8Blocks(_Stored):
     def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
         yield TensorSpec(f"{module}.weight", (rows, K), (E4M3,), pieces=True)
         n, k = -(-rows // FP8_BLOCK), -(-K // FP8_BLOCK)
-        yield TensorSpec(f"{module}.{self.scale}", (n, k), also=((n, 1, k, 1),), positive=True)
+        yield TensorSpec(f"{module}.{self.scale}", (n, k), also=((n, 1, k, 1),), scale="positive")
 
     def scale_shape(self, rows: Sequence[int], K: int) -> tuple[int, ...]:
         return -(-sum(rows) // self.group_rows(rows)), -(-K // FP8_BLOCK)
@@ -255,11 +251,8 @@ class _Int4(LinearFormat):
         return -(-K // self.group), sum(rows)
 
     def allocate(self, rows: Sequence[int], K: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        words = torch.empty(sum(rows), self._words(K), dtype=torch.int16, device=device)
+        words = torch.empty(sum(rows), -(-K // INT4_CHUNK) * (INT4_CHUNK // 4), dtype=torch.int16, device=device)
         return words, torch.zeros(self.scale_shape(rows, K), dtype=torch.int32, device=device)
-
-    def nbytes(self, rows: Sequence[int], K: int) -> int:
-        return 2 * sum(rows) * self._words(K) + 4 * torch.Size(self.scale_shape(rows, K)).numel()
 
     def quantize(self, source: Tensor, scale_rows: Tensor) -> Tensor:
         """The words of `source` [n, K]; writes their scale words, `scale_rows` [groups, n]."""
@@ -269,10 +262,6 @@ class _Int4(LinearFormat):
 
     def store(self, source: Tensor, weight: Tensor, scale: Tensor, place: slice, scales: slice) -> None:
         weight[place] = self.quantize(source, scale[:, place])
-
-    @staticmethod
-    def _words(K: int) -> int:
-        return -(-K // INT4_CHUNK) * (INT4_CHUNK // 4)
 
 
 @dataclass(frozen=True)
@@ -296,7 +285,7 @@ class StoredInt4(_Int4):
             `desc_act` is supported: the group of column k is k // g.
     """
 
-    scheme: Int4Scheme
+    scheme: Scheme
     has_indices: bool = False
 
     @property
@@ -315,9 +304,8 @@ class StoredInt4(_Int4):
 
         yield TensorSpec(f"{module}.{layout.value_name}", stored(words), (INT32,))
         also = ((rows,),) if groups == 1 and not layout.transposed else ()
-        yield TensorSpec(
-            f"{module}.{layout.scale_name}", stored((rows, groups)), also=also, positive=not symmetric, nonzero=symmetric
-        )
+        sign = "nonzero" if symmetric else "positive"
+        yield TensorSpec(f"{module}.{layout.scale_name}", stored((rows, groups)), also=also, scale=sign)
         if layout.shape_name is not None:
             yield TensorSpec(f"{module}.{layout.shape_name}", (2,), (INT64, INT32), values=(rows, K))
         if layout.symmetric_zeros or not symmetric:
@@ -344,9 +332,9 @@ class StoredInt4(_Int4):
                 raise CheckpointError(what, expected=expected, hint="quantize with desc_act: false")
 
     def _values(self, words: Tensor, by_rows: bool) -> Tensor:
-        """Stored words as their values [rows, columns], uint8."""
-        layout = self.scheme.layout
-        values = _nibbles(words)
+        """Stored int32 words as their values [rows, columns], uint8. The lowest four bits of a word come first."""
+        layout, pairs = self.scheme.layout, words.contiguous().view(torch.uint8)
+        values = torch.stack((pairs & 15, pairs >> 4), -1).unflatten(-2, (-1, 4)).flatten(-2)
         if layout.transposed:
             values = values.transpose(0, 1)
         if layout.nibbles is not None:
@@ -381,9 +369,8 @@ class StoredInt4(_Int4):
         """Write zero points [n, stored groups] from 0 to 15 into scale words."""
         if self.scheme.symmetric and (zeros != INT4_ZERO).any():
             what, expected = "zero points of symmetric weights", f"{INT4_ZERO - self.scheme.zero_offset} everywhere"
-            others = f"{int((zeros != INT4_ZERO).sum())} other ones"
             hint = "config.json says sym: true; its checkpoint_format may be wrong"
-            raise CheckpointError(what, expected=expected, found=others, hint=hint)
+            raise CheckpointError(what, expected=expected, found=f"{int((zeros != INT4_ZERO).sum())} other ones", hint=hint)
         if (zeros > 15).any():
             what, times = "zero points that writers of version 1 do not agree on", f"{int((zeros > 15).sum())} times 15"
             raise CheckpointError(what, expected="stored zero points from 0 to 14", found=times)
@@ -396,12 +383,7 @@ class StoredInt4(_Int4):
         return stored.to(words.device).repeat_interleave(repeats, 1)[:, : words.shape[0]]
 
 
-def _nibbles(words: Tensor) -> Tensor:
-    """int32 words [..., n] → [..., n, 8] uint8, the lowest four bits first."""
-    pairs = words.contiguous().view(torch.uint8)
-    return torch.stack((pairs & 15, pairs >> 4), -1).unflatten(-2, (-1, 4)).flatten(-2)
-
-
+@dataclass(frozen=True, kw_only=True)
 class FormatChoice(ABC):
     """Which linears of a model are quantized, and how.
 
@@ -441,7 +423,6 @@ class Quantization(FormatChoice):
     format: str
     head: bool | None = None
     unquantized: frozenset[str] = frozenset()
-    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.format not in _QUANTIZED:

@@ -73,8 +73,7 @@ class Model:
     @property
     def cache_specs(self) -> list[CacheSpec]:
         """The cache specs of the layers that have one, in order; last, those of the draft model."""
-        specs = (layer.cache_spec for model in self._models for layer in model.layers)
-        return [spec for spec in specs if spec is not None]
+        return [layer.cache_spec for model in self._models for layer in model.layers if layer.cache_spec is not None]
 
     @property
     def num_parameters(self) -> int:
@@ -118,9 +117,7 @@ class Model:
         """Whether small steps can be captured in CUDA graphs; if not, `plan.not_capturable` says why."""
         return self.plan.not_capturable is None
 
-    def allocate(
-        self, device: torch.device, dtype: torch.dtype, max_model_len: int, kv_dtype: torch.dtype | None = None
-    ) -> None:
+    def allocate(self, device: torch.device, dtype: torch.dtype, max_model_len: int, kv_dtype: torch.dtype | None = None) -> None:
         """Reserve memory for all weights, and create the context that the layers share, with the rope tables.
 
         Args:
@@ -153,15 +150,18 @@ class Model:
         for layer in self.unique_layers():
             # Also in a model without weights, which is only planned.
             layer.context.dtype, layer.context.kv_dtype = self.dtype, self.kv_dtype
-        rows: list[PlanRow] = []
+        dtype, rows = str(self.dtype).removeprefix("torch."), list[PlanRow]()
         bound: dict[int, tuple[str, str]] = {}
         counted: set[int] = set()
-        used = [False] * len(rules)
+        for pattern, name in rules:
+            if not any(fnmatchcase(layer.name, pattern) for layer in self.unique_layers()):
+                names, expected = some_names(list(self.unique_layers())), "a name or glob such as 'layers.*.mlp'"
+                raise UnsupportedError("matches no layer", where=f"--impl {pattern}={name}", expected=expected, found=names)
         for layer in (layer for model in self._models for layer in model.layers):
             wanted, why = default, "the default" if default == "auto" else worded_place(f"--impl {default}")
-            for i, (pattern, name) in enumerate(rules):
+            for pattern, name in rules:
                 if fnmatchcase(layer.name, pattern):
-                    wanted, why, used[i] = name, worded_place(f"--impl {pattern}={name}"), True
+                    wanted, why = name, worded_place(f"--impl {pattern}={name}")
             if id(layer) not in bound:
                 bound[id(layer)] = self._bind(layer, wanted, why)
             first_used = [p for p in layer.parameters() if id(p) not in counted]
@@ -169,13 +169,7 @@ class Model:
             size = sum(p.nbytes(self.dtype) for p in first_used)
             formats = tuple(sorted({weights.format.name for weights in layer.parameters() if weights.format}))
             capturable = implementation(layer.kind, bound[id(layer)][0]).capturable
-            rows.append(PlanRow(
-                layer.name, layer.kind, *bound[id(layer)], str(self.dtype).removeprefix("torch."), formats, size, capturable,
-            ))  # fmt: skip
-        for (pattern, name), matched in zip(rules, used, strict=True):
-            if not matched:
-                names, expected = some_names(list(self.unique_layers())), "a name or glob such as 'layers.*.mlp'"
-                raise UnsupportedError("matches no layer", where=f"--impl {pattern}={name}", expected=expected, found=names)
+            rows.append(PlanRow(layer.name, layer.kind, *bound[id(layer)], dtype, formats, size, capturable))
         checkpoint, notes = (self.formats.checkpoint, self.formats.notes) if self.formats else (None, ())
         device, size = str(self.device), self.num_parameters
         self.plan = Plan(tuple(rows), device, not_capturable(rows, device), checkpoint, notes, self.config.model_type, size)
@@ -226,8 +220,7 @@ class Model:
         if self.draft_model is not None:
             tokens, rows, size = batch.num_tokens, len(batch.logits_indices), self.config.hidden_size
             hidden, taps = (torch.empty(n, size, dtype=self.dtype, device=self.device) for n in (tokens, rows))
-            drafting = replace(batch, hidden=hidden, taps=taps, logits=None, row_maxima=None)
-            self.draft_model.dry_run(drafting, cache)
+            self.draft_model.dry_run(replace(batch, hidden=hidden, taps=taps, logits=None, row_maxima=None), cache)
         del logits  # as in a step, they are in memory while the draft model runs
 
     def _with_cache(self, cache: KVCache) -> list[tuple[Layer, LayerCache | None]]:

@@ -28,10 +28,6 @@ class Interleaved:
     blocks: tuple[int, ...]
     index: int
 
-    def stored_rows(self, rows: int) -> int:
-        """Rows of the checkpoint's linear, of which this one has `rows`."""
-        return rows // self.blocks[self.index] * sum(self.blocks)
-
     def take(self, source: Tensor, rows: int, dimension: int, name: str) -> Tensor:
         """The part of a tensor of the linear, which has `rows` rows, alone or in groups in this dimension."""
         if source.numel() == 1:  # a scale of the whole weight
@@ -60,7 +56,7 @@ class Part:
     @property
     def stored_rows(self) -> int:
         """Rows of the checkpoint's linear."""
-        return self.rows if self.of is None else self.of.stored_rows(self.rows)
+        return self.rows if self.of is None else self.rows // self.of.blocks[self.of.index] * sum(self.of.blocks)
 
 
 class Parameter(ABC):
@@ -132,15 +128,11 @@ class PackedLinear(Parameter):
         self._places: dict[str, list[tuple[Part, slice]]] = {name: [] for name in self.modules}
         for part, stop in zip(self.parts, accumulate(self.rows), strict=True):
             self._places[part.name].append((part, slice(stop - part.rows, stop)))
-        self.in_features = in_features
+        self.in_features, self.out_features = in_features, sum(self.rows)
         self.has_bias, self.quantizable = bias, quantizable
         self.weight: Tensor = torch.empty(0)
         self.scale: Tensor | None = None
         self.bias: Tensor | None = None
-
-    @property
-    def out_features(self) -> int:
-        return sum(self.rows)
 
     @property
     def num_parameters(self) -> int:
@@ -178,9 +170,8 @@ class PackedLinear(Parameter):
         prefix, _, what = name.rpartition(".")
         dimension = self.format.dimension_of_rows(what) if self.format and what != "bias" else 0
         for part, place in self._places[prefix]:
-            taken = source
-            if part.of is not None and dimension is not None:
-                taken = part.of.take(source, part.stored_rows, dimension, name)
+            stored, of = part.stored_rows, part.of
+            taken = source if of is None or dimension is None else of.take(source, stored, dimension, name)
             if what == "bias" and self.bias is not None:
                 self.bias[place].copy_(taken)
             elif self.format is None or self.scale is None:
@@ -235,7 +226,7 @@ class PackedExperts(PackedLinear):
     """The same linear (or packed linears) of E experts, stacked by rows: expert e has the rows e · N to (e + 1) · N.
 
     A checkpoint has a tensor for each expert and part, `PREFIX.{e}.{part}.weight`, or one of all experts, `PREFIX.{fused}`
-    [E, N, K]. The loader finds out which (`minirt.loading.stored_experts`). With `--fp8`, each row of each expert has its own
+    [E, N, K]. The loader finds out which (`minirt.loading.stored_formats`). With `--fp8`, each row of each expert has its own
     scale. With FP8 in blocks, no block has rows of two parts or experts.
 
     Args:
@@ -244,12 +235,9 @@ class PackedExperts(PackedLinear):
         fused: the name of the tensor that holds all experts, in checkpoints that have it (`gate_up_proj`); None: there are none.
     """
 
-    def __init__(
-        self, prefix: str, parts: Sequence[Part], in_features: int, num_experts: int, fused: str | None = None
-    ) -> None:
-        super().__init__(
-            [Part(f"{prefix}.{e}.{part.name}", part.rows) for e in range(num_experts) for part in parts], in_features
-        )
+    def __init__(self, prefix: str, parts: Sequence[Part], in_features: int, num_experts: int, fused: str | None = None) -> None:
+        stacked = [Part(f"{prefix}.{e}.{part.name}", part.rows) for e in range(num_experts) for part in parts]
+        super().__init__(stacked, in_features)
         self.num_experts, self.fused = num_experts, False
         self.fused_tensor = None if fused is None else f"{prefix}.{fused}"
 
@@ -286,9 +274,7 @@ class PackedExperts(PackedLinear):
 class Values(Parameter):
     """One tensor, named in full: `weight`. Random values are uniform in `spread`. `dtype` None: the model's."""
 
-    def __init__(
-        self, name: str, shape: tuple[int, ...], spread: tuple[float, float], dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, name: str, shape: tuple[int, ...], spread: tuple[float, float], dtype: torch.dtype | None = None) -> None:
         self.tensor, self.shape, self.spread, self.dtype = name, shape, spread, dtype
         self.weight: Tensor = torch.empty(0)
 

@@ -18,6 +18,8 @@ MAX_LENGTH = 512  # characters of a pattern
 _MAX_DEPTH = 6  # groups and repeats inside each other
 _LOOKAHEADS = (ops.ASSERT, ops.ASSERT_NOT)
 _REPEATS = (ops.MAX_REPEAT, ops.MIN_REPEAT)
+# Where the argument of a node has the nodes inside it. A branch has several.
+_BODY = {ops.SUBPATTERN: 3, **dict.fromkeys(_REPEATS, 2), **dict.fromkeys(_LOOKAHEADS, 1)}
 _CATEGORIES = {
     ops.CATEGORY_DIGIT: str.isdecimal, ops.CATEGORY_NOT_DIGIT: lambda c: not c.isdecimal(),
     ops.CATEGORY_WORD: lambda c: c.isalnum() or c == "_", ops.CATEGORY_NOT_WORD: lambda c: not (c.isalnum() or c == "_"),
@@ -31,25 +33,20 @@ def matches(pattern: str, text: str) -> bool:
     """Whether `pattern` matches a beginning of `text`, as `re.match` does.
 
     Raises:
-        UnsupportedError: see `check`.
+        UnsupportedError: see `parsed`.
     """
     return bool(_ends(parsed(pattern, lookaheads=True), text, frozenset({0})))
 
 
-def check(pattern: str) -> None:
-    """Refuse what `matches` does not know.
+@lru_cache(maxsize=4096)
+def parsed(pattern: str, lookaheads: bool = False) -> Any:
+    """The syntax tree of a pattern, as Python's own parser makes it. `lookaheads`: it may have some.
 
-    It knows literals, classes, groups, alternatives, repeats, anchors and lookaheads; not back references, lookbehinds and flags.
+    Literals, classes, groups, alternatives, repeats and anchors are known; not back references, lookbehinds and flags.
 
     Raises:
         UnsupportedError: the pattern is no regular expression, or uses something else.
     """
-    parsed(pattern, lookaheads=True)
-
-
-@lru_cache(maxsize=4096)
-def parsed(pattern: str, lookaheads: bool = False) -> Any:
-    """The syntax tree of a pattern that `check` accepts, as Python's own parser makes it. `lookaheads`: it may have some."""
     if len(pattern) > MAX_LENGTH:
         raise UnsupportedError("the pattern is too long", expected=f"at most {MAX_LENGTH} characters", found=len(pattern))
     try:
@@ -64,21 +61,17 @@ def parsed(pattern: str, lookaheads: bool = False) -> Any:
 def _known(nodes: Iterable[Any], depth: int, lookaheads: bool) -> bool:
     """Whether `_ends` knows all of these nodes."""
     for operation, argument in nodes:
+        bodies = argument[1] if operation is ops.BRANCH else [argument[_BODY[operation]]] if operation in _BODY else []
+        known = bool(bodies) or operation in (ops.LITERAL, ops.NOT_LITERAL, ops.ANY)
         if operation is ops.IN:
             known = all(kind in _CLASS_ITEMS or (kind is ops.CATEGORY and value in _CATEGORIES) for kind, value in argument)
         elif operation is ops.AT:
             known = argument in _ANCHORS
         elif operation is ops.SUBPATTERN:
-            known = not argument[1] and not argument[2] and _known(argument[3], depth + 1, lookaheads)  # no flags
-        elif operation is ops.BRANCH:
-            known = all(_known(branch, depth + 1, lookaheads) for branch in argument[1])
-        elif operation in _REPEATS:
-            known = _known(argument[2], depth + 1, lookaheads)
+            known = not argument[1] and not argument[2]  # no flags
         elif operation in _LOOKAHEADS:
-            known = lookaheads and argument[0] > 0 and _known(argument[1], depth + 1, lookaheads)
-        else:
-            known = operation in (ops.LITERAL, ops.NOT_LITERAL, ops.ANY)
-        if not known or depth > _MAX_DEPTH:
+            known = lookaheads and argument[0] > 0
+        if not known or depth > _MAX_DEPTH or not all(_known(body, depth + 1, lookaheads) for body in bodies):
             return False
     return True
 

@@ -92,11 +92,9 @@ class Plan:
             groups.setdefault((prefix, suffix, row.implementation, row.reason, row.dtypes, row.bytes), []).append(row)
         rows = []
         for (prefix, suffix, *cells, size), same in groups.items():
-            numbers = ranges([number for row in same if (number := _parts(row.layer)[1]) is not None])
+            name = f"{prefix}{ranges([number for row in same if (number := _parts(row.layer)[1]) is not None])}{suffix}"
             times = f" × {len(same)}" if len(same) > 1 else ""
-            name = f"{prefix}{numbers}{suffix}"
-            if len(name) > _SHORT:
-                name = name.replace(",", ", ")  # a table is wrapped between numbers
+            name = name.replace(",", ", ") if len(name) > _SHORT else name  # a table is wrapped between numbers
             rows.append((name, *map(str, cells), format_size(size) + times))
         return [tuple(map(printable, row)) for row in [*rows, ("total", "", "", "", format_size(self.weight_bytes))]]
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from minirt.errors import ConfigError, inside
 from minirt.modeling.config import Fields, shown
-from minirt.modeling.patterns import check, matches
+from minirt.modeling.patterns import matches, parsed
 from minirt.wording import warn
 
 BLOCK = 128
@@ -29,28 +29,10 @@ _ALGORITHMS = {"FP8": "tensor", "FP8_PER_CHANNEL_PER_TOKEN": "channel", "FP8_PB_
 _MAX_PATTERNS = 256  # of one list; each is tried on every linear
 
 
-@dataclass(frozen=True)
-class Scheme:
-    """How the weights of a linear are stored: e4m3, with scales that multiply.
+class Layout(NamedTuple):
+    """How a producer names and packs the tensors of a linear. The default is FP8, which is not packed.
 
-    Attributes:
-        scales: one for each "tensor", "channel" (row), or "block" of 128 × 128.
-        scale_name: the last component of the scale's name.
-        activations: what the producer's runtime does with the linear's input: "dynamic" (scales computed at run time), "static"
-            (a stored scale), or "16-bit".
-    """
-
-    scales: str
-    scale_name: str
-    activations: str
-    value_name = "weight"
-
-    def __str__(self) -> str:
-        return f"FP8, one scale for each {'block of 128x128' if self.scales == 'block' else self.scales}"
-
-
-class Int4Layout(NamedTuple):
-    """How a producer stores 4-bit weights: int32 words of eight neighbouring values, with scales and zero points of groups.
+    4-bit weights are int32 words of eight neighbouring values, with scales and zero points of groups.
 
     Attributes:
         value_name, scale_name, zero_name: the last components of the tensors' names.
@@ -63,9 +45,9 @@ class Int4Layout(NamedTuple):
         indices_name: of a tensor that may hold the group of each column; None: there is none.
     """
 
-    value_name: str
-    scale_name: str
-    zero_name: str
+    value_name: str = "weight"
+    scale_name: str = "weight_scale"
+    zero_name: str = ""
     transposed: bool = True
     by_rows: bool = False
     nibbles: tuple[int, ...] | None = None
@@ -75,37 +57,46 @@ class Int4Layout(NamedTuple):
 
 
 INT4_LAYOUTS = {
-    "packed": Int4Layout(  # `pack-quantized` of compressed-tensors
+    "packed": Layout(  # `pack-quantized` of compressed-tensors
         "weight_packed", "weight_scale", "weight_zero_point", transposed=False, shape_name="weight_shape", symmetric_zeros=False
     ),
-    "gptq": Int4Layout("qweight", "scales", "qzeros", indices_name="g_idx"),
-    "awq": Int4Layout("qweight", "scales", "qzeros", by_rows=True, nibbles=(0, 4, 1, 5, 2, 6, 3, 7)),  # its version "gemm"
+    "gptq": Layout("qweight", "scales", "qzeros", indices_name="g_idx"),
+    "awq": Layout("qweight", "scales", "qzeros", by_rows=True, nibbles=(0, 4, 1, 5, 2, 6, 3, 7)),  # its version "gemm"
 }
 
 
 @dataclass(frozen=True)
-class Int4Scheme:
-    """How the weights of a linear are stored: 4 bits, with a scale for each row and group of columns, and 16-bit activations.
+class Scheme:
+    """How the weights of a linear are stored: 4 bits in groups of columns, or e4m3. Scales multiply.
 
     Attributes:
-        layout: one of INT4_LAYOUTS.
         group: columns of a group; None: one group is a whole row.
         symmetric: whether all zero points are 8.
         zero_offset: what is added to a stored zero point: 1 in GPTQ's files of version 1.
         ordered: whether the columns may be in another order (`desc_act`). Then there must be a tensor of `indices_name`, and it
             decides.
+        scales: of e4m3, one for each "tensor", "channel" (row), or "block" of 128 × 128; else "group", one for each row of each.
+        activations: what the producer's runtime does with the linear's input: "dynamic" (scales computed at run time), "static"
+            (a stored scale), or "16-bit".
     """
 
-    layout: Int4Layout
+    layout: Layout
     group: int | None = BLOCK
     symmetric: bool = True
     zero_offset: int = 0
     ordered: bool = False
-    activations = "16-bit"
+    scales: str = "group"
+    activations: str = "16-bit"
 
     def __str__(self) -> str:
+        if self.scales != "group":
+            return f"FP8, one scale for each {'block of 128x128' if self.scales == 'block' else self.scales}"
         groups = "one group a row" if self.group is None else f"groups of {self.group}"
         return f"4 bits, {groups}, {'symmetric' if self.symmetric else 'with zero points'}"
+
+
+def fp8_scheme(scales: str, activations: str, scale_name: str = "weight_scale") -> Scheme:
+    return Scheme(Layout(scale_name=scale_name), scales=scales, activations=activations)
 
 
 @dataclass(frozen=True)
@@ -143,16 +134,14 @@ class QuantizationConfig:
         place: file and field, for messages.
         groups: which linears have which scheme. The most specific entry counts.
         ignore: linears that are not quantized.
-        ignored_by_default: linears that are usually not quantized, without being listed.
     """
 
     method: str
     place: str
-    groups: tuple[tuple[Modules, Scheme | Int4Scheme], ...]
+    groups: tuple[tuple[Modules, Scheme], ...]
     ignore: Modules
-    ignored_by_default: frozenset[str] = frozenset()
 
-    def scheme(self, module: str, stored: str | None = None) -> Scheme | Int4Scheme | None:
+    def scheme(self, module: str, stored: str | None = None) -> Scheme | None:
         """The stated scheme of a linear, by its checkpoint prefix; None: not quantized.
 
         `stored`: the prefix in the files, if it is another: in a model with a vision encoder, they say where the decoder is.
@@ -162,6 +151,10 @@ class QuantizationConfig:
             return None
         ranked = [(rank, scheme) for modules, scheme in self.groups if (rank := modules.rank(module, stored)) is not None]
         return min(ranked, key=lambda pair: pair[0])[1] if ranked else None
+
+    def may_be_plain(self, module: str) -> bool:
+        """Whether a linear is usually not quantized, without being listed."""
+        return module == "lm_head" and self.method not in ("compressed-tensors", "modelopt")
 
     @property
     def field(self) -> str:
@@ -173,13 +166,9 @@ class QuantizationConfig:
         return "; ".join(str(scheme) for _, scheme in self.groups) or "no quantized weights"
 
 
-def _of_all(
-    method: str, fields: Fields, scheme: Scheme | Int4Scheme, ignore: Modules, *, field: str = "quant_method",
-    ignored_by_default: Iterable[str] = ("lm_head",),
-) -> QuantizationConfig:  # fmt: skip
+def _of_all(method: str, fields: Fields, scheme: Scheme, ignore: Modules, field: str = "quant_method") -> QuantizationConfig:
     """The quantization of a method with one scheme for all linears. `field`: the one that states it."""
-    linears = Modules(frozenset(), linears=True)
-    return QuantizationConfig(method, fields.place(field), ((linears, scheme),), ignore, frozenset(ignored_by_default))
+    return QuantizationConfig(method, fields.place(field), ((Modules(frozenset(), linears=True), scheme),), ignore)
 
 
 def read_quantization(config: Fields, hf_quant_config: Fields | None = None) -> QuantizationConfig | None:
@@ -191,19 +180,19 @@ def read_quantization(config: Fields, hf_quant_config: Fields | None = None) -> 
         ConfigError: a value is wrong, or the two files contradict each other.
         UnsupportedError: minirt cannot compute this format.
     """
-    if config.raw.get("compression_config") is not None:
+    if config.get("compression_config") is not None:
         method = config.nested("compression_config").string("quant_method", default="unnamed")
         what = "an older name of quantization_config that is not supported"
         raise config.unsupported("compression_config", what, found=f"quant_method {method[:60]!r}", hint=LOAD_UNQUANTIZED)
     stated = None
-    if config.raw.get("quantization_config") is not None:
+    if config.get("quantization_config") is not None:
         fields = _stated(config, "quantization_config")
         method = fields.string("quant_method", default="unnamed")
         if method not in METHODS:
             what, hint = "checkpoints quantized with this method are not supported", _REFUSED.get(method, LOAD_UNQUANTIZED)
             raise fields.unsupported("quant_method", what, " or ".join(METHODS), found=repr(method)[:60], hint=hint)
         for name, what in _CHANGES.items():
-            if fields.raw.get(name):
+            if fields.get(name):
                 raise fields.unsupported(name, f"{what} are not supported", hint=LOAD_UNQUANTIZED)
         stated = METHODS[method](fields)
     second = None if hf_quant_config is None else _read_modelopt(hf_quant_config)
@@ -251,7 +240,7 @@ def _listed(fields: Fields, name: str, listed: Iterable[str]) -> Modules:
     for pattern in patterns:
         if pattern.startswith("re:"):
             with inside(fields.place(name)):
-                check(pattern[3:])
+                parsed(pattern[3:], lookaheads=True)
     return Modules(frozenset(entries) - frozenset(patterns), patterns, "Linear" in entries)
 
 
@@ -259,15 +248,15 @@ def _read_fp8(fields: Fields) -> QuantizationConfig:
     """Qwen's and DeepSeek's releases, and transformers' own FP8."""
     fields.choice("fmt", ("e4m3", "float8_e4m3fn"), default="e4m3")
     activations = fields.choice("activation_scheme", ("dynamic", "static"), default="dynamic")
-    scheme = Scheme("tensor", "weight_scale", activations)
-    if fields.raw.get("weight_block_size") is not None:
+    scheme = fp8_scheme("tensor", activations)
+    if fields.get("weight_block_size") is not None:
         _check_block(fields, "weight_block_size")
-        scheme = Scheme("block", "weight_scale_inv", activations)
+        scheme = fp8_scheme("block", activations, "weight_scale_inv")
     return _of_all("fp8", fields, scheme, _modules(fields, "modules_to_not_convert", "ignored_layers"))
 
 
 def _check_block(fields: Fields, name: str) -> None:
-    block = fields.raw.get(name)
+    block = fields.get(name)
     if block != [BLOCK, BLOCK] and block != f"{BLOCK}x{BLOCK}":
         size = str(block)[:60] if isinstance(block, list) else shown(block)
         what = "only blocks of 128 by 128 are supported"
@@ -286,8 +275,7 @@ def _read_compressed_tensors(fields: Fields) -> QuantizationConfig | None:
         targets = _modules(group, "targets")
         if "weights" in group.raw:
             _check_format(group)
-            packed = group.raw.get("format", fields.raw.get("format")) == "pack-quantized"
-            groups.append((targets, _read_scheme(group, packed)))
+            groups.append((targets, _read_scheme(group, group.get("format", fields.get("format")) == "pack-quantized")))
     if not groups and fields.nested("kv_cache_scheme").raw:
         _warn_of_the_cache(fields, "kv_cache_scheme")
         return None
@@ -298,23 +286,22 @@ def _read_compressed_tensors(fields: Fields) -> QuantizationConfig | None:
 
 
 def _check_format(fields: Fields) -> None:
-    hint = _PLANNED if fields.raw.get("format") in ("nvfp4-pack-quantized", "mxfp4-pack-quantized") else LOAD_UNQUANTIZED
+    hint = _PLANNED if fields.get("format") in ("nvfp4-pack-quantized", "mxfp4-pack-quantized") else LOAD_UNQUANTIZED
     known = ("float-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
     fields.only("format", *known, what="the format is not supported", hint=hint)
 
 
-def _read_scheme(group: Fields, packed: bool) -> Scheme | Int4Scheme:
+def _read_scheme(group: Fields, packed: bool) -> Scheme:
     """The scheme of a group. `packed`: its format is pack-quantized."""
     weights = _stated(group, "weights")
-    kind, bits = _kind(weights)
-    if (kind, bits, packed) == ("int", 4, True):
+    kind = _kind(weights)
+    if (kind, packed) == ("int of 4 bits", True):
         return _read_packed(group, weights)
-    if (kind, bits, packed) != ("float", 8, False):
-        hint = _PLANNED if (kind, bits) == ("float", 4) else LOAD_UNQUANTIZED
-        stated = f"{kind} of {bits} bits" + (", pack-quantized" if packed else "")
+    if (kind, packed) != ("float of 8 bits", False):
+        hint = _PLANNED if kind == "float of 4 bits" else LOAD_UNQUANTIZED
         what = "only FP8 weights and pack-quantized weights of 4 bits are supported"
-        raise weights.unsupported("type", what, found=stated, hint=hint)
-    strategy = weights.raw.get("strategy", "channel" if weights.raw.get("group_size") == -1 else "tensor")
+        raise weights.unsupported("type", what, found=f"{kind}{', pack-quantized' * packed}", hint=hint)
+    strategy = weights.get("strategy", "channel" if weights.get("group_size") == -1 else "tensor")
     weights.only("strategy", "tensor", "channel", "block", what="not supported for FP8 weights", hint=LOAD_UNQUANTIZED)
     if strategy == "block":
         _check_block(weights, "block_structure")
@@ -323,30 +310,27 @@ def _read_scheme(group: Fields, packed: bool) -> Scheme | Int4Scheme:
     group.only("output_activations", what="quantized outputs are not supported", hint=LOAD_UNQUANTIZED)
     inputs, activations = group.nested("input_activations"), "16-bit"
     if inputs.raw:
-        kind, bits = _kind(inputs)
-        if (kind, bits) != ("float", 8):
-            what = "only FP8 or 16-bit activations are supported"
-            raise inputs.unsupported("type", what, found=f"{kind} of {bits} bits", hint=LOAD_UNQUANTIZED)
-        activations = "dynamic" if inputs.raw.get("dynamic") else "static"
-    return Scheme(strategy, "weight_scale", activations)
+        if (kind := _kind(inputs)) != "float of 8 bits":
+            raise inputs.unsupported("type", "only FP8 or 16-bit activations are supported", found=kind, hint=LOAD_UNQUANTIZED)
+        activations = "dynamic" if inputs.get("dynamic") else "static"
+    return fp8_scheme(strategy, activations)
 
 
-def _kind(fields: Fields) -> tuple[str, int]:
-    """Kind and bits of quantized values: ("float", 8)."""
-    return fields.string("type", default="int")[:20], fields.integer("num_bits", default=8, maximum=64)
+def _kind(fields: Fields) -> str:
+    """Type and bits of quantized values: "float of 8 bits"."""
+    return f"{fields.string('type', default='int')[:20]} of {fields.integer('num_bits', default=8, maximum=64)} bits"
 
 
-def _read_packed(group: Fields, weights: Fields) -> Int4Scheme:
+def _read_packed(group: Fields, weights: Fields) -> Scheme:
     """4-bit integers of compressed-tensors (W4A16)."""
-    rows = weights.raw.get("group_size") == -1
-    strategy = weights.choice("strategy", ("group", "channel"), default="channel" if rows else "group")
+    strategy = weights.choice("strategy", ("group", "channel"), default="channel" if weights.get("group_size") == -1 else "group")
     size = _read_group_size(weights, "group_size") if strategy == "group" else None
     what = "groups of columns in the order of their activations are not supported"
     weights.only("actorder", "weight", "static", False, what=what, hint="quantize with actorder: weight or static")
     weights.only("dynamic", False, hint=LOAD_UNQUANTIZED)
     for name in ("input_activations", "output_activations"):
         group.only(name, what="only 16-bit activations are supported with 4-bit weights", hint=LOAD_UNQUANTIZED)
-    return Int4Scheme(INT4_LAYOUTS["packed"], size, weights.boolean("symmetric", default=True))
+    return Scheme(INT4_LAYOUTS["packed"], size, weights.boolean("symmetric", default=True))
 
 
 def _read_group_size(fields: Fields, name: str, bits: str | None = None) -> int | None:
@@ -377,7 +361,7 @@ def _read_gptq(fields: Fields) -> QuantizationConfig:
         elif settings != {}:  # an entry without settings changes nothing: Qwen's releases have some
             what, hint = "settings of single modules are not supported", "only '-:' entries, which exclude modules, are supported"
             raise fields.unsupported("dynamic", what, found=shown(pattern), hint=hint)
-    scheme = Int4Scheme(INT4_LAYOUTS["gptq"], group, fields.boolean("sym", default=True), versions[version], ordered)
+    scheme = Scheme(INT4_LAYOUTS["gptq"], group, fields.boolean("sym", default=True), versions[version], ordered)
     return _of_all("gptq", fields, scheme, _listed(fields, "dynamic", skipped))
 
 
@@ -395,7 +379,7 @@ def _read_awq(fields: Fields) -> QuantizationConfig:
         what = "AWQ without zero points is not supported: producers differ in what it means"
         raise fields.unsupported("zero_point", what, "true", hint=LOAD_UNQUANTIZED)
     parts = fields.strings_or_none(name := "modules_to_not_convert") or ()
-    scheme = Int4Scheme(INT4_LAYOUTS["awq"], group, False)
+    scheme = Scheme(INT4_LAYOUTS["awq"], group, False)
     return _of_all("awq", fields, scheme, _listed(fields, name, (f"*{part}*" for part in parts)))
 
 
@@ -419,24 +403,24 @@ def _read_auto_round(fields: Fields) -> QuantizationConfig:
             what, expected = "settings of single modules are not supported", "bits: 16, which excludes a module"
             raise module.unsupported("bits", what, expected, found=", ".join(module.raw)[:60], hint=LOAD_UNQUANTIZED)
         skipped.append(name if name.replace(".", "").replace("_", "").isalnum() else f"re:{name}")
-    scheme = Int4Scheme(INT4_LAYOUTS[layout], group, fields.boolean("sym", default=True) and layout == "gptq", zero_offset)
+    scheme = Scheme(INT4_LAYOUTS[layout], group, fields.boolean("sym", default=True) and layout == "gptq", zero_offset)
     return _of_all("auto-round", fields, scheme, _listed(fields, "extra_config", skipped))
 
 
 def _read_modelopt(fields: Fields) -> QuantizationConfig | None:
     """NVIDIA ModelOpt: in config.json, or nested as "quantization" in hf_quant_config.json. None: only of the KV cache."""
-    if fields.raw.get("quantization") is not None:
+    if fields.get("quantization") is not None:
         fields = fields.nested("quantization")
-    stated = fields.raw.get("quant_algo") is not None
-    if not stated and fields.raw.get("kv_cache_quant_algo") is not None:
+    stated = fields.get("quant_algo") is not None
+    if not stated and fields.get("kv_cache_quant_algo") is not None:
         _warn_of_the_cache(fields, "kv_cache_quant_algo")
         return None
     name = fields.string("quant_algo") if stated else "none"
     if (scales := _ALGORITHMS.get(name.upper())) is None:
         hint = _PLANNED if "FP4" in name.upper() or name.upper() == "MIXED_PRECISION" else LOAD_UNQUANTIZED
         raise fields.unsupported("quant_algo", "not supported", " or ".join(_ALGORITHMS), found=shown(name), hint=hint)
-    scheme, ignore = Scheme(scales, "weight_scale", "static" if scales == "tensor" else "dynamic"), ("exclude_modules", "ignore")
-    return _of_all("modelopt", fields, scheme, _modules(fields, *ignore), field="quant_algo", ignored_by_default=())
+    scheme = fp8_scheme(scales, "static" if scales == "tensor" else "dynamic")
+    return _of_all("modelopt", fields, scheme, _modules(fields, "exclude_modules", "ignore"), "quant_algo")
 
 
 METHODS = {

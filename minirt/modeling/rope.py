@@ -32,9 +32,7 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int, length: int = 0) -> T
         return 1.0 / wavelengths / rope.factor
     if rope.kind == "llama3":
         return _llama3(rope, 1.0 / wavelengths)
-    if rope.kind == "yarn":
-        return _yarn(rope, rotary_dim)
-    return 1.0 / wavelengths
+    return _yarn(rope, rotary_dim) if rope.kind == "yarn" else 1.0 / wavelengths
 
 
 def rope_table(rope: RopeConfig, rotary_dim: int, length: int, device: torch.device | str = "cpu") -> Tensor:
@@ -43,8 +41,7 @@ def rope_table(rope: RopeConfig, rotary_dim: int, length: int, device: torch.dev
     The first rotary_dim / 2 columns hold the cosines of the channel pairs (d, d + rotary_dim / 2), the others hold the sines.
     The angle is the fp32 product of position and inverse frequency, as in transformers.
     """
-    positions = torch.arange(length, dtype=torch.float32)
-    angles = positions[:, None] * inverse_frequencies(rope, rotary_dim, length)
+    angles = torch.arange(length, dtype=torch.float32)[:, None] * inverse_frequencies(rope, rotary_dim, length)
     # Always computed on the CPU, so that every device uses the same bits.
     return (torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor).to(device)
 
@@ -68,8 +65,7 @@ def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
     blend = rope.original_max_position / wavelengths - rope.low_freq_factor
     blend = blend / (rope.high_freq_factor - rope.low_freq_factor)
     blended = (1 - blend) * slowed / rope.factor + blend * slowed
-    between = (wavelengths >= shortest) & (wavelengths <= longest)
-    return torch.where(between, blended, slowed)
+    return torch.where((wavelengths >= shortest) & (wavelengths <= longest), blended, slowed)
 
 
 def _yarn(rope: RopeConfig, rotary_dim: int) -> Tensor:
@@ -85,7 +81,6 @@ def _yarn(rope: RopeConfig, rotary_dim: int) -> Tensor:
     low, high = max(low, 0), min(high, rotary_dim - 1)
     if low == high:
         high += 0.001  # transformers' guard against 0 / 0
-    ramp = ((torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    keep = 1 - ramp
+    keep = 1 - ((torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     wavelengths = _wavelengths(rope.theta, rotary_dim)
     return 1.0 / (rope.factor * wavelengths) * (1 - keep) + 1.0 / wavelengths * keep

@@ -33,7 +33,7 @@ from minirt.kernels.sampling.batch import SamplingBatch
 from minirt.layers import base
 from minirt.modeling.formats import QuantizedToFp8
 from minirt.modeling.model import Model
-from minirt.models.presets import raw_configs
+from minirt.models import raw_configs
 from minirt.progress import COMPILING
 from minirt.sampling_params import FILTERS
 from minirt.step.batch import Batch, Chunk

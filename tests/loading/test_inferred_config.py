@@ -13,7 +13,7 @@ from support import checkpoints
 from support.checkpoints import distance, plan, refused, restate, rewrite, transformers_logits
 
 from minirt.loading.checkpoint import Entry
-from minirt.loading.inferred_config import inferred_config
+from minirt.loading.load import inferred_config
 from minirt.models import parse_config
 
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}

@@ -11,7 +11,7 @@ from support.checkpoints import distance, load, one_warning, refused, restate, w
 from minirt import SamplingParams
 from minirt.errors import ConfigError, DeviceError, InputError, ModelNotFoundError, OutOfMemoryError, UnsupportedError
 from minirt.loading import load as choose
-from minirt.loading.effective_options import pick_length
+from minirt.loading.load import pick_length
 from minirt.models import parse_config
 
 

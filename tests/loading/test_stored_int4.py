@@ -27,7 +27,7 @@ from minirt.kernels.reference import dequantize_int4, unpack_int4_scale
 from minirt.layers.moe import MoE
 from minirt.loading import checkpoint
 from minirt.modeling.formats import LinearFormat, PackedTensors, QuantizedToInt4, StoredInt4
-from minirt.modeling.quantization_config import INT4_LAYOUTS, Int4Scheme
+from minirt.modeling.quantization_config import INT4_LAYOUTS, Scheme
 
 # Columns that neither 128 nor 64 nor 32 divides; q, k and v begin at rows 0, 288 and 384.
 SIZES = {"hidden_size": 144, "intermediate_size": 200, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 48}
@@ -99,7 +99,7 @@ class Largest(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("form", [*(StoredInt4(Int4Scheme(layout)) for layout in INT4_LAYOUTS.values()), QuantizedToInt4()])
+@pytest.mark.parametrize("form", [*(StoredInt4(Scheme(layout)) for layout in INT4_LAYOUTS.values()), QuantizedToInt4()])
 def test_pieces_bound_the_temporary_memory(form, monkeypatch):
     """No temporary tensor of a load is larger than four bytes for each weight of a piece: a tensor is not unpacked as a whole."""
     monkeypatch.setattr(type(form), "chunk", 1 << 14)

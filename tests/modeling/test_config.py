@@ -14,7 +14,7 @@ from support.config_files import DECODER, num_parameters
 from support.raising import raises
 
 from minirt.errors import ConfigError, UnsupportedError
-from minirt.loading.effective_options import pick_length
+from minirt.loading.load import pick_length
 from minirt.modeling.config import Fields, ModelConfig, check_token_ids
 from minirt.models import parse_config
 from minirt.models.decoder import decoder_config

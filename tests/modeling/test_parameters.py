@@ -10,24 +10,24 @@ from minirt.errors import UnsupportedError
 from minirt.kernels import reference
 from minirt.modeling import formats
 from minirt.modeling.parameters import Interleaved, PackedLinear, Part
-from minirt.modeling.quantization_config import INT4_LAYOUTS, Int4Scheme
+from minirt.modeling.quantization_config import INT4_LAYOUTS, Scheme
 
 HEADS, D, K = 3, 128, 384
 CPU = torch.device("cpu")
 FORMATS = {
     "none": None, "--fp8": formats.QuantizedToFp8(), "fp8": formats.StoredFp8(),
     "fp8, one scale": formats.StoredFp8(per_tensor=True), "fp8 blocks": formats.StoredFp8Blocks(),
-    "--quantize int4": formats.QuantizedToInt4(), "packed": formats.StoredInt4(Int4Scheme(INT4_LAYOUTS["packed"], 32)),
-    "packed with zero points": formats.StoredInt4(Int4Scheme(INT4_LAYOUTS["packed"], 64, symmetric=False)),
-    "gptq": formats.StoredInt4(Int4Scheme(INT4_LAYOUTS["gptq"], 64, symmetric=False, zero_offset=1), has_indices=True),
-    "awq": formats.StoredInt4(Int4Scheme(INT4_LAYOUTS["awq"], symmetric=False)),
+    "--quantize int4": formats.QuantizedToInt4(), "packed": formats.StoredInt4(Scheme(INT4_LAYOUTS["packed"], 32)),
+    "packed with zero points": formats.StoredInt4(Scheme(INT4_LAYOUTS["packed"], 64, symmetric=False)),
+    "gptq": formats.StoredInt4(Scheme(INT4_LAYOUTS["gptq"], 64, symmetric=False, zero_offset=1), has_indices=True),
+    "awq": formats.StoredInt4(Scheme(INT4_LAYOUTS["awq"], symmetric=False)),
 }  # fmt: skip
 
 
 def random_tensors(linear):
     """A tensor for each that fills the linear."""
     random, tensors = torch.Generator().manual_seed(5), {}
-    for name, shape, dtypes, _, positive, nonzero, values, _ in linear.expected():
+    for name, shape, dtypes, _, scale, values, _ in linear.expected():
         if values is not None:
             tensors[name] = torch.tensor(values)
         elif name.endswith("g_idx"):
@@ -36,7 +36,7 @@ def random_tensors(linear):
             tensors[name] = torch.randint(-(2**31), 2**31, shape, generator=random).to(torch.int32)
             if name.endswith("qzeros"):
                 tensors[name] &= 0x77777777
-        elif positive or nonzero:
+        elif scale is not None:
             tensors[name] = torch.rand(shape, generator=random) + 0.5
         else:
             tensor = torch.randn(shape, generator=random)

@@ -10,7 +10,7 @@ from support.raising import raises
 
 from minirt.errors import ConfigError, UnsupportedError
 from minirt.modeling.config import Fields
-from minirt.modeling.quantization_config import INT4_LAYOUTS, Int4Scheme, Scheme, read_quantization
+from minirt.modeling.quantization_config import INT4_LAYOUTS, Scheme, fp8_scheme, read_quantization
 
 MODULE = "model.layers.3.mlp.up_proj"
 
@@ -31,7 +31,7 @@ def test_each_style(style):
     assert quantization.method == style.split()[0]
     scales = style.split()[1] if " " in style else "tensor"
     scheme = quantization.scheme(MODULE)
-    assert (scheme.scales, scheme.scale_name) == (scales, STYLES[style].scale)
+    assert (scheme.scales, scheme.layout.scale_name) == (scales, STYLES[style].scale)
     assert quantization.scheme("lm_head") is quantization.scheme("model.layers.4.mlp.up_proj") is None
 
 
@@ -58,7 +58,7 @@ def test_the_most_specific_group_counts():
         groups[name] = copy.deepcopy(groups["group_0"]) | {"targets": targets}
         groups[name]["weights"] |= {"strategy": strategy, "block_structure": "128x128"}
     quantization = read(config)
-    assert quantization.scheme(MODULE) == Scheme("block", "weight_scale", "dynamic")
+    assert quantization.scheme(MODULE) == fp8_scheme("block", "dynamic")
     assert quantization.scheme("model.layers.2.mlp.up_proj").scales == "tensor"
     assert quantization.scheme("model.layers.2.self_attn.q_proj").scales == "channel"
 
@@ -77,13 +77,13 @@ def test_null_counts_as_absent():
                 assert read({"quantization_config": config | {name: None}}).scheme(MODULE) == scheme, name
     for name in ("strategy", "symmetric", "dynamic", "actorder"):
         scheme = read(int4("packed 32", **{f"group__weights__{name}": None})).scheme(MODULE)
-        assert scheme == Int4Scheme(INT4_LAYOUTS["packed"], 32, True)
+        assert scheme == Scheme(INT4_LAYOUTS["packed"], 32, True)
 
 
 def test_formats_of_single_groups():
     """A group's own format counts, not that of the whole."""
     config = changed("compressed-tensors channel", format="pack-quantized", config_groups__group_0__format="float-quantized")
-    assert read(config).scheme(MODULE) == Scheme("channel", "weight_scale", "dynamic")
+    assert read(config).scheme(MODULE) == fp8_scheme("channel", "dynamic")
     config = changed("compressed-tensors channel", ignore=["re:^(?!.*experts).*$"], config_groups__group_0__format=None)
     assert read(config).scheme("model.layers.0.mlp.experts.1.up_proj") is not None
     assert read(config).scheme("model.layers.0.self_attn.q_proj") is None
@@ -168,7 +168,7 @@ def test_each_style_of_4_bits(style):
     quantization = read({"quantization_config": form.config(["lm_head", "model.layers.4.mlp.up_proj"])})
     layout, group = style.split()[0], None if form.group == -1 else form.group
     offset = int(layout == "gptq" and style != "gptq v2")
-    assert quantization.scheme(MODULE) == Int4Scheme(INT4_LAYOUTS[layout], group, form.symmetric, offset)
+    assert quantization.scheme(MODULE) == Scheme(INT4_LAYOUTS[layout], group, form.symmetric, offset)
     assert quantization.scheme("model.layers.4.mlp.up_proj") is None
     assert quantization.scheme("model.layers.14.mlp.up_proj") is not None
 
@@ -182,12 +182,12 @@ def test_auto_round():
     """The zero points of its own form are not stored minus 1; modules with 16 bits are named or matched."""
     extra = {"model.layers.1.mlp.up_proj": {"bits": 16, "data_type": "float"}, r"model\.layers\.\d+\.self_attn": {"bits": 16}}
     quantization = read(auto_round(extra_config=extra, block_name_to_quantize="model.layers"))
-    assert quantization.scheme(MODULE) == Int4Scheme(INT4_LAYOUTS["gptq"], 128, True, 1)
+    assert quantization.scheme(MODULE) == Scheme(INT4_LAYOUTS["gptq"], 128, True, 1)
     assert quantization.scheme("model.layers.1.mlp.up_proj") is quantization.scheme("model.layers.3.self_attn.k_proj") is None
     scheme = read(auto_round(packing_format="auto_round", sym=False)).scheme(MODULE)
-    assert scheme == Int4Scheme(INT4_LAYOUTS["gptq"], 128, False, 0)
+    assert scheme == Scheme(INT4_LAYOUTS["gptq"], 128, False, 0)
     scheme = read(auto_round(packing_format="auto_round:auto_awq", sym=False)).scheme(MODULE)
-    assert scheme == Int4Scheme(INT4_LAYOUTS["awq"], 128, False, 0)
+    assert scheme == Scheme(INT4_LAYOUTS["awq"], 128, False, 0)
 
 
 def test_names_of_a_decoder_inside_a_wrapper():
@@ -205,7 +205,7 @@ def test_names_of_a_decoder_inside_a_wrapper():
 
 def test_older_names_of_awq():
     config = {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "zero_point": True, "format": "GEMM"}
-    assert read({"quantization_config": config}).scheme(MODULE) == Int4Scheme(INT4_LAYOUTS["awq"], 64, False)
+    assert read({"quantization_config": config}).scheme(MODULE) == Scheme(INT4_LAYOUTS["awq"], 64, False)
 
 
 REFUSED_4_BITS = [
@@ -256,7 +256,7 @@ REFUSED_4_BITS = [
 
 def test_desc_act_is_decided_by_the_tensors():
     """Catches a refusal by name: with static groups, the columns are in their own order in spite of desc_act."""
-    assert read(int4("gptq 128", desc_act=True)).scheme(MODULE) == Int4Scheme(INT4_LAYOUTS["gptq"], 128, True, 1, ordered=True)
+    assert read(int4("gptq 128", desc_act=True)).scheme(MODULE) == Scheme(INT4_LAYOUTS["gptq"], 128, True, 1, ordered=True)
     assert not read(int4("gptq row", desc_act=True)).scheme(MODULE).ordered  # one group: the order does not matter
 
 

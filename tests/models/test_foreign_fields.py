@@ -33,11 +33,12 @@ OF_QWEN3_5 = {
     "attn_output_gate", "full_attention_interval", "linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim",
     "text_config",
 }  # fmt: skip
-OF_SHARED = {"shared_expert_intermediate_size"}
+OF_MIXTURES = {"num_experts", "num_local_experts"}
+OF_SHARED = OF_MIXTURES | {"shared_expert_intermediate_size"}
 OWN = {
     "qwen3_5": OF_QWEN3_5, "qwen3_5_text": OF_QWEN3_5, "qwen3_5_moe": OF_QWEN3_5 | OF_SHARED,
     "qwen3_5_moe_text": OF_QWEN3_5 | OF_SHARED, "qwen3_next": OF_QWEN3_5 - {"text_config"} | OF_SHARED,
-    "qwen2_moe": OF_SHARED, "smollm3": {"no_rope_layers", "no_rope_layer_interval"},
+    "qwen2_moe": OF_SHARED, "qwen3_moe": OF_MIXTURES, "smollm3": {"no_rope_layers", "no_rope_layer_interval"},
 }  # fmt: skip
 
 

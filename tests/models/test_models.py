@@ -11,8 +11,7 @@ import transformers
 from support.config_files import as_file, num_parameters
 
 from minirt.layers import MLP, Attention, Embedding, GatedDeltaNet, Head, MoE
-from minirt.models import ARCHITECTURES, build, parse_config, preset, presets
-from minirt.models.presets import raw_configs, table
+from minirt.models import ARCHITECTURES, build, parse_config, preset, preset_table, presets, raw_configs
 
 TINY = {
     "hidden_size": 60, "intermediate_size": 97, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3,
@@ -167,9 +166,9 @@ def test_presets_are_distinct_and_complete() -> None:
     assert {entry.name.removesuffix("-Instruct").removesuffix("-FP8") for entry in presets()} == set(PUBLISHED)
     names = [entry.name.lower() for entry in presets()]
     assert len(set(names)) == len(names) == 62
-    assert {entry.name for entry in presets() if entry.quantization} == {f"{name}-FP8" for name in table()["fp8_releases"]}
+    assert {entry.name for entry in presets() if entry.quantization} == {f"{name}-FP8" for name in preset_table()["fp8_releases"]}
     for name, _, raw in raw_configs():
-        assert set(table()["columns"]) <= set(raw), name
+        assert set(preset_table()["columns"]) <= set(raw), name
     assert all(entry.config.dtype == "bfloat16" for entry in presets())
 
 
