@@ -46,7 +46,7 @@ async def metrics(front: Front, exchange: Exchange) -> None:
     stats = None
     try:
         if front.info is not None:
-            stats = await asyncio.wait_for(front.engine.stats(), _STATS_SECONDS)
+            stats = (await asyncio.wait_for(front.engine.ask(), _STATS_SECONDS)).stats
     except (MinirtError, TimeoutError):  # the front's own metrics are still of use
         pass
     await exchange.answer(front.metrics.exposition(stats), content_type=CONTENT_TYPE.encode())

@@ -8,7 +8,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from minirt.engine.request import TokenLogprobs
 from minirt.outputs import Completion
@@ -103,14 +103,6 @@ async def _collect(front: Front, exchange: Exchange, call: Call) -> list[Complet
     return [choice.stream.completion for choice in generation.choices]
 
 
-class EventForm(NamedTuple):
-    """The `object` of an event; what is before and after the text, or a delta, of a choice, up to its `logprobs`."""
-
-    object: str
-    before: bytes
-    after: bytes
-
-
 class ChoicesAnswer(Answer):
     """An answer with choices. An event is three joined parts: a constant head, the new text as JSON, and a constant tail.
 
@@ -119,7 +111,8 @@ class ChoicesAnswer(Answer):
 
     Args:
         fields: the first fields of the answer.
-        form: of its events.
+        chunk: the `object` of its events.
+        frame: what is before and after the text, or a delta, of a choice in an event, up to its `logprobs`.
         tokenizer: None if the model has none. Its events have no text, but there are as many.
         wants_logprobs: whether events have the log-probabilities of their tokens.
         parses: whether `deltas` are sent instead of the text.
@@ -128,16 +121,15 @@ class ChoicesAnswer(Answer):
     only_echo = False
 
     def __init__(
-        self, front: Front, call: Call, request: SamplingRequest, fields: dict[str, Any], form: EventForm,
+        self, front: Front, call: Call, request: SamplingRequest, fields: dict[str, Any], chunk: str, frame: tuple[bytes, bytes],
         tokenizer: Tokenizer | None, *, wants_logprobs: bool, parses: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(call, request.stream)
-        chunk, before, after = form
         self.fields = fields | {"created": int(time.time()), "model": front.options.names[0]}
         self.tokenizer, self.wants_logprobs, self.parses = tokenizer, wants_logprobs, parses
         self.start = b"data: " + encode_json(self.fields | {"object": chunk})[:-1] + b',"choices":['
-        self._heads = [self.start + b'{"index":%d,%b' % (index, before) for index in range(len(call.streams))]
-        self._after, self._tail = after, after + b',"logprobs":null,"finish_reason":null}]}\n\n'
+        self._heads = [self.start + b'{"index":%d,%b' % (index, frame[0]) for index in range(len(call.streams))]
+        self._after, self._tail = frame[1], frame[1] + b',"logprobs":null,"finish_reason":null}]}\n\n'
         usage = request.stream_options or StreamOptions()
         self._continuous, self._tells_usage = usage.continuous_usage_stats, usage.include_usage or usage.continuous_usage_stats
         self._is_plain, self._without_text = not (wants_logprobs or self._continuous), tokenizer is None

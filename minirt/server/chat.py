@@ -6,7 +6,7 @@ from typing import Any
 
 from minirt.engine.request import TokenLogprobs
 from minirt.outputs import Completion
-from minirt.server.answers import Answer, ChoicesAnswer, EventForm, endpoint, finite, prompt_rows, token_text, top_of
+from minirt.server.answers import Answer, ChoicesAnswer, endpoint, finite, prompt_rows, token_text, top_of
 from minirt.server.conversation import Conversation, Prepared, ReplyReader, prepare, template_variables
 from minirt.server.errors import bad_field, check_choice
 from minirt.server.exchange import Exchange, encode_json
@@ -139,9 +139,9 @@ class _ChatAnswer(ChoicesAnswer):
         self._count, self._prefix = request.top_logprobs or 0, prepared.last if request.echo else ""
         self._readers = [ReplyReader(prepared) for _ in prepared.call.streams]
         fields = {"id": f"chatcmpl-{exchange.id}", "object": "chat.completion"}
-        form = EventForm("chat.completion.chunk", *((b'"delta":{"content":', b"}") if prepared.is_plain else (b'"delta":', b"")))
+        frame = (b'"delta":{"content":', b"}") if prepared.is_plain else (b'"delta":', b"")
         super().__init__(
-            front, prepared.call, request, fields, form, prepared.tokenizer,
+            front, prepared.call, request, fields, "chat.completion.chunk", frame, prepared.tokenizer,
             wants_logprobs=bool(request.logprobs), parses=not prepared.is_plain,
         )  # fmt: skip
 

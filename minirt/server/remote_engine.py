@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from minirt.engine.collect.sinks import Sink, Sinks
-from minirt.engine.request import EngineStats, Request
+from minirt.engine.request import Request
 from minirt.errors import EngineError, MinirtError
 from minirt.server import wire
 
@@ -98,20 +98,13 @@ class RemoteEngine(asyncio.Protocol):
         if (known := self._sinks.drop(request_ids)) and self._failure is None:
             self._send(wire.Abort(known))
 
-    async def stats(self) -> EngineStats:
-        """Ask for the engine's state. It answers between two steps."""
-        return (await self._ask([])).stats
-
-    async def num_tokens(self, request_ids: list[int]) -> list[int]:
-        """Ask how many tokens requests have generated; 0 if a request has ended. The engine answers between two steps."""
-        return (await self._ask(request_ids)).counts
-
-    async def _ask(self, request_ids: list[int]) -> wire.EngineState:
+    async def ask(self, request_ids: Sequence[int] = ()) -> wire.EngineState:
+        """Ask for the engine's state, and how many tokens requests have generated. It answers between two steps."""
         if self._failure is not None:
             raise self._failure.copy()
         answer: asyncio.Future[wire.EngineState] = asyncio.get_running_loop().create_future()
         self._asking.append(answer)
-        self._send(wire.Ask(request_ids))
+        self._send(wire.Ask(list(request_ids)))
         return await answer
 
     async def stop(self) -> None:

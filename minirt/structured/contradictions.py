@@ -125,17 +125,13 @@ def _type(value: Any) -> str:
 
 
 def _key(value: Any) -> str:
-    """The same for equal JSON values."""
-    return json.dumps(_plain(value), sort_keys=True)
+    """The same for equal JSON values: 1.0 and 1 are equal."""
 
+    def number(digits: str) -> float:
+        value = float(digits)
+        return int(value) if value.is_integer() else value
 
-def _plain(value: Any) -> Any:
-    """A JSON value whose integers are all ints: 1.0 and 1 are equal."""
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    return json.dumps(json.loads(json.dumps(value), parse_float=number), sort_keys=True)
 
 
 class _Keys:

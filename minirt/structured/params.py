@@ -85,8 +85,7 @@ class StructuredOutputsParams(Settings):
             raise InputError("not structured outputs", where=cls.__name__, expected=expected, found=quoted(value))
         for name in value:
             if name not in names:
-                expected = f"one of {', '.join(names)}"
-                raise InputError("unknown key", where=cls.__name__, expected=expected, found=quoted(name))
+                raise InputError("unknown key", where=cls.__name__, expected=f"one of {', '.join(names)}", found=quoted(name))
         return cls(**value)
 
     @property
@@ -109,8 +108,7 @@ def _schema_text(schema: object) -> str:
         try:
             text = dumps(dict(schema) if isinstance(schema, Mapping) else schema, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
-            place = "StructuredOutputsParams.json"
-            raise InputError(f"the schema is not JSON: {shortened(error)}", where=place) from error
+            raise InputError(f"the schema is not JSON: {shortened(error)}", where="StructuredOutputsParams.json") from error
     elif isinstance(schema, str):
         text = schema
     else:

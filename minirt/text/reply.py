@@ -7,6 +7,7 @@ has looked at in a list, and holds back only what could be a marker.
 
 import re
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -108,20 +109,14 @@ class Reply:
 
 def collect(events: Iterable[Event]) -> Reply:
     """Add up the events of a whole text."""
-    content, reasoning = [], []
-    starts: list[ToolCallStart] = []
-    arguments: dict[int, list[str]] = {}
+    starts, texts = list[ToolCallStart](), defaultdict[Any, list[str]](list)
     for event in events:
-        if isinstance(event, ContentDelta):
-            content.append(event.text)
-        elif isinstance(event, ReasoningDelta):
-            reasoning.append(event.text)
-        elif isinstance(event, ToolCallStart):
+        if isinstance(event, ToolCallStart):
             starts.append(event)
         else:
-            arguments.setdefault(event.index, []).append(event.text)
-    calls = tuple(ToolCall(start.id, start.name, "".join(arguments.get(start.index, []))) for start in starts)
-    return Reply("".join(content), "".join(reasoning), calls)
+            texts[type(event), getattr(event, "index", None)].append(event.text)
+    calls = tuple(ToolCall(start.id, start.name, "".join(texts[ArgumentsDelta, start.index])) for start in starts)
+    return Reply("".join(texts[ContentDelta, None]), "".join(texts[ReasoningDelta, None]), calls)
 
 
 def parse(parser: Parser, text: str) -> Reply:
