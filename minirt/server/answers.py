@@ -1,13 +1,13 @@
 """Answers, whole or streamed: what the APIs share.
 
-`endpoint` makes the handler of an API from what prepares its answers. `ChoicesAnswer` is for the APIs whose answers have choices,
+`send` sends what a handler returns. `ChoicesAnswer` is for the APIs whose answers have choices,
 `ReplyAnswer` for those that tell one reply in events of several types.
 """
 
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from minirt.engine.request import TokenLogprobs
@@ -54,17 +54,14 @@ class Answer:
         raise NotImplementedError
 
 
-def endpoint(prepare: Callable[[Front, Exchange], Awaitable[Answer]]) -> Callable[[Front, Exchange], Awaitable[None]]:
-    """The handler of an API that generates. `prepare` reads the request."""
-
-    async def handle(front: Front, exchange: Exchange) -> None:
-        answer = await prepare(front, exchange)
-        if answer.streams:
-            await _stream(front, exchange, answer)
-        else:
-            await exchange.answer(answer.whole(await _collect(front, exchange, answer.call)))
-
-    return handle
+async def send(front: Front, exchange: Exchange, content: Any) -> None:
+    """Send what a handler returns: an `Answer`, or the body of one."""
+    if not isinstance(content, Answer):
+        await exchange.answer(content)
+    elif content.streams:
+        await _stream(front, exchange, content)
+    else:
+        await exchange.answer(content.whole(await _collect(front, exchange, content.call)))
 
 
 async def _stream(front: Front, exchange: Exchange, answer: Answer) -> None:

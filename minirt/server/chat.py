@@ -6,7 +6,7 @@ from typing import Any
 
 from minirt.engine.request import TokenLogprobs
 from minirt.outputs import Completion
-from minirt.server.answers import Answer, ChoicesAnswer, endpoint, finite, prompt_rows, token_text, top_of
+from minirt.server.answers import Answer, ChoicesAnswer, finite, prompt_rows, token_text, top_of
 from minirt.server.conversation import Conversation, Prepared, ReplyReader, prepare, template_variables
 from minirt.server.errors import bad_field, check_choice
 from minirt.server.exchange import Exchange, encode_json
@@ -183,4 +183,4 @@ class _ChatAnswer(ChoicesAnswer):
         return {"token": text, "logprob": finite(logprob), "bytes": data}
 
 
-ROUTES = {"POST /v1/chat/completions": endpoint(lambda front, exchange: front.read(exchange, _prepare))}
+ROUTES = {"POST /v1/chat/completions": Front.reads(_prepare)}

@@ -12,7 +12,7 @@ from minirt.server.exchange import Exchange
 from minirt.server.front import Front
 from minirt.server.protocol import MAX_VARIABLES, Common, check_texts, sampling_params
 from minirt.text.messages import checked_messages, object_at, text_at
-from minirt.text.reply import ContentDelta, Event, Parser, ReasoningDelta, ReplyParser
+from minirt.text.reply import ContentDelta, Event, Parser, ReplyParser, ToolCallStart
 from minirt.text.reply_format import ReplyFormat
 from minirt.text.tokenizer import ChatTokens, Tokenizer
 from minirt.text.tools import Tool, call_schema, chosen
@@ -75,15 +75,10 @@ class ReplyReader:
     def read(self, text: str, ended: bool) -> list[Event]:
         """What new text adds to the answer. `ended`: it is the last."""
         events = self._parser.feed(text) + (self._parser.finish() if ended else [])
-        return [event for event in events if self._counts(event)]
-
-    def _counts(self, event: Event) -> bool:
-        if isinstance(event, ContentDelta):  # of forced calls: what stood before the first one when the answer was cut off
-            return not self._forces
-        if isinstance(event, ReasoningDelta):
-            return True
-        self.calls = True
-        return event.index == 0 or self._parallel
+        self.calls = self.calls or any(isinstance(event, ToolCallStart) for event in events)
+        if self._forces:  # content is what stood before the first call when the answer was cut off
+            events = [event for event in events if not isinstance(event, ContentDelta)]
+        return events if self._parallel else [event for event in events if getattr(event, "index", 0) == 0]
 
 
 def template_variables(front: Front, given: Mapping[str, Any] | None, hints: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,9 +130,14 @@ class Front:
         self.check_ready()
         return await exchange.body(self.options.max_body_size)
 
-    async def read(self, exchange: Exchange, function: "Callable[[Front, Exchange, bytes], T]") -> T:
-        """What a function makes of the body of a request, in another thread."""
-        return await self.in_thread(function, self, exchange, await self.body(exchange))
+    @staticmethod
+    def reads(function: "Callable[[Front, Exchange, bytes], T]") -> "Callable[[Front, Exchange], Awaitable[T]]":
+        """The handler that returns what a function makes of the body of a request, in another thread."""
+
+        async def handler(front: Front, exchange: Exchange) -> T:
+            return await front.in_thread(function, front, exchange, await front.body(exchange))
+
+        return handler
 
     async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)

@@ -109,7 +109,7 @@ class _Expansion:
             return None
         if not all(text[:1] == self._BEGIN and text[-1:] == self._END for text in texts):
             return None
-        names = {text[1:-1] for text in texts if self._BEGIN not in text[1:] and self._END not in text[:-1]}  # others match nothing
+        names = {text[1:-1] for text in texts if text.count(self._BEGIN) == text.count(self._END) == 1}  # others match nothing
         return names if names <= stated.keys() else None
 
     def _texts(self, nodes: Any, limit: int) -> set[str]:

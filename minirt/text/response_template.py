@@ -116,10 +116,10 @@ def _read_field(name: str, value: object, place: str) -> _Field:
     if kind != "tool_calls" and (read != "text" or "transform" in values):
         raise UnsupportedError("is not plain text", where=place, expected="text without a transform", found=shortened(read, 40))
     _check_transform(values.get("transform"), f"{place}.transform")
+    join = "" if values.get("join") is None else _text(values["join"], f"{place}.join")
     return _Field(
         kind, _anchor(values, place, "open"), _anchor(values, place, "close"), _reader(read, arguments, place),
-        arguments.get("strip", True) is not False, "" if values.get("join") is None else _text(values["join"], f"{place}.join"), values.get("transform"),
-        values.get("transform_each", False) is True,
+        arguments.get("strip", True) is not False, join, values.get("transform"), values.get("transform_each", False) is True,
     )  # fmt: skip
 
 

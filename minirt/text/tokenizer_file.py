@@ -39,7 +39,7 @@ def byte_alphabet() -> dict[str, int]:
 
 def decoder_steps(library: TokenizersLibrary, path: Path) -> list[str]:
     """The types of the decoder's steps; [] without a decoder. A decoder that cannot be streamed exactly is an error."""
-    steps = list(steps(library.decoder(), "decoders"))
+    steps = list(steps_of(library.decoder(), "decoders"))
     names = [step["type"] for step in steps]
     # A strip of several characters needs more than one token of context. A strip at the end takes back emitted text.
     bad = any(step["type"] == "Strip" and (step["start"] > 1 or step["stop"] > 0) for step in steps)
@@ -91,7 +91,7 @@ def splits_wrongly(content: Mapping[str, Any], config: Mapping[str, Any], vocab_
     release = re.match("[0-9]+", str(config.get("transformers_version")))
     if config.get("model_type") not in _TEKKEN_TYPES or vocab_size <= 100_000 or (release and int(release[0]) >= 5):
         return False
-    steps = list(steps(content.get("pre_tokenizer"), "pretokenizers"))
+    steps = list(steps_of(content.get("pre_tokenizer"), "pretokenizers"))
     return bool(steps) and all(step.get("pattern") != {"Regex": _TEKKEN} for step in steps)
 
 
@@ -119,9 +119,9 @@ class TokenBound:
         uncounted byte.
         """
         model = _object(content.get("model"))
-        normalizers = list(steps(content.get("normalizer"), "normalizers"))
-        splitters = list(steps(content.get("pre_tokenizer"), "pretokenizers"))
-        if not all(map(_keeps_length, (*normalizers, *splitters, *steps(content.get("post_processor"), "processors")))):
+        normalizers = list(steps_of(content.get("normalizer"), "normalizers"))
+        splitters = list(steps_of(content.get("pre_tokenizer"), "pretokenizers"))
+        if not all(map(_keeps_length, (*normalizers, *splitters, *steps_of(content.get("post_processor"), "processors")))):
             return cls()
         composing = sum(step["type"] in ("NFC", "NFKC") for step in normalizers)
         composed, same = _COMPOSED**composing, composing == len(normalizers)  # only these leave ASCII unchanged
@@ -176,7 +176,7 @@ def _missing_bytes(content: Mapping[str, Any], model: Mapping[str, Any]) -> byte
         return None
     if model.get("byte_fallback") and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
         return b""
-    last = [step["type"] for step in steps(content.get("pre_tokenizer"), "pretokenizers")][-1:]
+    last = [step["type"] for step in steps_of(content.get("pre_tokenizer"), "pretokenizers")][-1:]
     if last != ["ByteLevel"]:
         return None
     return bytes(sorted(byte for letter, byte in byte_alphabet().items() if letter not in vocabulary and byte not in _NOT_UTF8))
@@ -187,11 +187,11 @@ def _vocabulary(model: Mapping[str, Any]) -> Mapping[str, Any]:
     return _object(model.get("vocab"))
 
 
-def steps(part: Any, inner: str) -> Iterator[dict[str, Any]]:
+def steps_of(part: Any, inner: str) -> Iterator[dict[str, Any]]:
     """The steps of a part of tokenizer.json, in order. A "Sequence" has them under the key `inner`, and may be nested."""
     if isinstance(part, dict) and part.get("type") == "Sequence":
         for step in part.get(inner) or ():
-            yield from steps(step, inner)
+            yield from steps_of(step, inner)
     elif part and isinstance(part, dict):
         part.setdefault("type", None)
         yield part

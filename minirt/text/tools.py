@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
+from itertools import takewhile
 from typing import Any
 
 from minirt.errors import InputError, UnsupportedError, quoted, shortened
@@ -199,19 +200,9 @@ def typed_json(text: str, kinds: Sequence[str]) -> str:
         kinds: the types that the value may have. The first that fits decides. A text that fits none is a string.
     """
     word = text.strip()
-    for kind in kinds:
-        result: str | None = None
-        if kind == "null":
-            result = "null" if word in ("null", "None") else None
-        elif kind == "boolean":
-            result = word.lower() if word.lower() in ("true", "false") else None
-        elif kind in ("integer", "number"):
-            result = number_json(word, kind)
-        elif kind in ("array", "object"):
-            result = escaped(word) if word.startswith("[" if kind == "array" else "{") else None
-        elif kind == "string":
-            break
-        if result is not None:
+    for kind in takewhile("string".__ne__, kinds):
+        read = _READ.get(kind)
+        if read is not None and (result := read(word)) is not None:
             return result
     return json_text(text)
 
@@ -224,6 +215,16 @@ def number_json(word: str, kind: str) -> str | None:
     if kind != "number" or known is None or abs(float(word)) == float("inf"):
         return None
     return word if re.fullmatch(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?", word) else json_text(float(word))
+
+
+# JSON type → the JSON of a value of this type that is written as plain text; None if a word is none.
+_READ: dict[str, Callable[[str], str | None]] = {
+    "null": lambda word: "null" if word in ("null", "None") else None,
+    "boolean": lambda word: word.lower() if word.lower() in ("true", "false") else None,
+    "integer": lambda word: number_json(word, "integer"), "number": lambda word: number_json(word, "number"),
+    "array": lambda word: escaped(word) if word.startswith("[") else None,
+    "object": lambda word: escaped(word) if word.startswith("{") else None,
+}  # fmt: skip
 
 
 # --- tool_choice ---
