@@ -284,8 +284,7 @@ _GROWS = {
 class _MessageAnswer(ReplyAnswer):
     def __init__(self, front: Front, exchange: Exchange, request: MessagesRequest, prepared: Prepared) -> None:
         super().__init__(prepared, request.stream)
-        model = front.options.names[0]
-        self._fields = {"id": f"msg_{exchange.id}", "type": "message", "role": "assistant", "model": model}
+        self._fields = {"id": f"msg_{exchange.id}", "type": "message", "role": "assistant", "model": front.options.names[0]}
         self._stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
         self._max_tokens = request.max_tokens
 

@@ -185,8 +185,7 @@ def prepare(
     if max_tokens is None:
         max_tokens = _room(front, len(prompt), request.truncate_prompt_tokens)
     sampling = sampling_params(request, renamed, max_tokens=max_tokens, **params)
-    priority = request.priority or 0
-    call = processor.prepare([prompt], sampling, priority, single=False, cache_salt=request.cache_salt)
+    call = processor.prepare([prompt], sampling, request.priority or 0, single=False, cache_salt=request.cache_salt)
     return Prepared(last, call, tokenizer, parse, is_plain, conversation.parallel, forces)
 
 

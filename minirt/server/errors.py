@@ -95,8 +95,7 @@ def param_of(error: MinirtError, prompt_field: str | None) -> str | None:
         return error.param
     if isinstance(error, TokenizerError):
         return prompt_field
-    field = str(error.where or "").partition(", /")[0]  # without the place in a schema
-    name = field.rpartition(", ")[2].removeprefix("SamplingParams.")
+    name = str(error.where or "").partition(", /")[0].rpartition(", ")[2].removeprefix("SamplingParams.")  # no place in a schema
     if not isinstance(error, InputError) and not name.startswith("structured_outputs"):
         return None
     named = re.fullmatch(r"[a-z_]+(\.[a-z_]+|\[[0-9]+\])*", name) and not name.startswith("prompts[")

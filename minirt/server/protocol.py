@@ -40,9 +40,13 @@ _TYPES_OF: dict[Any, Any] = {
     str | Sequence[str] | None: str | list[str] | None,
     Mapping[int, float] | Mapping[str, float] | None: dict[str, float] | None,
 }  # fmt: skip
-_FIELDS: Any = msgspec.defstruct(
-    "SettingsFields", [(name, _TYPES_OF[record.type], None) for name, record in SETTINGS.items()], kw_only=True
-)
+# Fields without effect here: they are about the service of others.
+_WITHOUT_EFFECT = {
+    **dict.fromkeys(("user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), str | None),
+    **dict.fromkeys(("metadata", "prompt_cache_options"), Any), "store": bool | None,
+}  # fmt: skip
+_TYPED = {name: _TYPES_OF[record.type] for name, record in SETTINGS.items()} | _WITHOUT_EFFECT
+_FIELDS: Any = msgspec.defstruct("CommonFields", [(name, kind, None) for name, kind in _TYPED.items()], kw_only=True)
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -61,15 +65,6 @@ class Common(_FIELDS, msgspec.Struct, kw_only=True):
     priority: Int | None = None
     cache_salt: str | None = None
     structured_outputs: Any = None
-    # Without effect here: they are about the service of others.
-    user: str | None = None
-    metadata: Any = None
-    store: bool | None = None  # nothing is stored
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: Any = None
 
 
 class SamplingRequest(Common, kw_only=True):
@@ -204,8 +199,7 @@ def _in_words(types: str) -> str:
 @functools.cache
 def _fields(kind: type) -> dict[str, set[Any]]:
     """The types of each field."""
-    hints = get_type_hints(kind).items()
-    return {name: {hint, *(() if get_origin(hint) is list else get_args(hint))} for name, hint in hints}
+    return {name: {hint, *(() if get_origin(hint) is list else get_args(hint))} for name, hint in get_type_hints(kind).items()}
 
 
 def _limits(kind: type, name: str) -> Meta | None:

@@ -84,7 +84,7 @@ def _check_together(parts: Sequence[Mapping[str, Any]], place: str, keys: "_Keys
         if least > most and kind in about:
             raise _contradiction(place, f"{low} at most {high}", f"{low} {least} and {high} {most}")
     low_bound, high_bound = _bounds(parts)
-    if not about.isdisjoint(("integer", "number")):
+    if low_bound is not None and high_bound is not None and not about.isdisjoint(("integer", "number")):
         _check_bounds(low_bound, high_bound, parts, types, place)
         if len(parts) > 1 and "number" in types:
             _check_enforced(low_bound, high_bound, parts, place)
@@ -180,11 +180,7 @@ def _bounds(parts: Sequence[Mapping[str, Any]]) -> tuple[_Bound | None, _Bound |
     return low, min(highs, key=lambda bound: (bound.number, not bound.exclusive), default=None)
 
 
-def _check_bounds(
-    low: _Bound | None, high: _Bound | None, parts: Sequence[Mapping[str, Any]], types: frozenset[str], place: str
-) -> None:
-    if low is None or high is None:
-        return
+def _check_bounds(low: _Bound, high: _Bound, parts: Sequence[Mapping[str, Any]], types: frozenset[str], place: str) -> None:
     shown = f"{low} and {high}"
     if low.number > high.number or (low.number == high.number and (low.exclusive or high.exclusive)):
         sign = "below" if low.exclusive or high.exclusive else "at most"
@@ -199,12 +195,10 @@ def _check_bounds(
             raise _contradiction(place, expected, shown)
 
 
-def _check_enforced(low: _Bound | None, high: _Bound | None, parts: Sequence[Mapping[str, Any]], place: str) -> None:
+def _check_enforced(low: _Bound, high: _Bound, parts: Sequence[Mapping[str, Any]], place: str) -> None:
     """Refuse bounds of different schemas that llguidance does not enforce together; see `enforceable`."""
-    if low is None or high is None or not high.number - low.number < 1:
-        return
-    if any({low.keyword, high.keyword} <= set(part) for part in parts):
-        return  # `enforceable` changes them
+    if high.number - low.number >= 1 or any({low.keyword, high.keyword} <= set(part) for part in parts):
+        return  # bounds in one part are changed by `enforceable`
     if (low.exclusive and low.number >= 0 and low.number.denominator == 1) or (
         high.exclusive and high.number <= 0 and high.number.denominator == 1
     ):

@@ -53,11 +53,7 @@ class IncrementalDecoder:
         token = self._library.id_to_token(token_id)
         if token is None:
             return b""  # not kept: there are 2**32 of them
-        decoded: str | bytes = b""
-        if token not in self._skipped:
-            is_part = self._tokenizer.is_part(token_id)
-            decoded = self._tokenizer.token_bytes(token_id) if is_part else self._tokenizer.inner_text(token_id)
-        self._cache[int(token_id)] = decoded
+        decoded = self._cache[int(token_id)] = b"" if token in self._skipped else self._tokenizer.piece(token_id)
         return decoded
 
     def _push_last(self, prompt: Sequence[int], enough: Callable[[list[Any]], bool], first: int = 0) -> None:

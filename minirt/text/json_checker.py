@@ -113,12 +113,8 @@ class JsonChecker:
 
 def escaped(text: str) -> str | None:
     """A JSON object, list or string with the control characters in its strings escaped; None if `text` is none of these."""
-    checker, characters = JsonChecker(), []
-    for character in text.strip():
-        if checker.done or not checker.push(character):
-            return None
-        characters.append(shown(character, checker))
-    return "".join(characters) if checker.done else None
+    kept, _, is_whole = _complete_part(text.strip())
+    return kept if is_whole else None
 
 
 def completed(text: str) -> str:
@@ -127,18 +123,23 @@ def completed(text: str) -> str:
     A value that is not complete is left out, with its key. So is a number, true, false or null at the end of the text, since it
     could go on. A text that does not begin like an object becomes {}.
     """
+    kept, closing, _ = _complete_part(text.lstrip())
+    return kept + closing if kept.startswith("{") else "{}"
+
+
+def _complete_part(text: str) -> tuple[str, str, bool]:
+    """The beginning of a text up to the end of its last complete value, the brackets that close it, and whether it is all."""
     checker, characters, end, closing = JsonChecker(), list[str](), 0, ""
-    for character in text.lstrip():
+    for character in text:
         separates = character == "," and not checker.in_string  # a number before it is complete now
         if checker.done or not checker.push(character):
-            break
+            return "".join(characters[:end]), closing, False
         if separates:
             end, closing = len(characters), checker.closing
         characters.append(shown(character, checker))
         if checker.complete:
             end, closing = len(characters), checker.closing
-    kept = "".join(characters[:end])
-    return kept + closing if kept.startswith("{") else "{}"
+    return "".join(characters[:end]), closing, checker.done
 
 
 def shown(character: str, checker: JsonChecker) -> str:

@@ -67,8 +67,7 @@ class ResponseTemplate:
 
     def prefill(self, prompt: str) -> str:
         """The part of a prompt that belongs to the answer: what follows the last start anchor."""
-        end = max((match.end for match in self.start.find_all(prompt)), default=len(prompt))
-        return prompt[end:]
+        return prompt[max((match.end for match in self.start.find_all(prompt)), default=len(prompt)) :]
 
 
 def _object(value: object, place: str, keys: Collection[str] | None = None) -> dict[str, Any]:

@@ -45,8 +45,7 @@ def decoder_steps(library: TokenizersLibrary, path: Path) -> list[str]:
     bad = any(step["type"] == "Strip" and (step["start"] > 1 or step["stop"] > 0) for step in steps)
     bad |= "Fuse" in names and not {"Strip"}.issuperset(names[names.index("Fuse") + 1 :])  # steps after Fuse see the whole text
     if names != ["ByteLevel"] and (bad or not _WINDOW_DECODERS.issuperset(names)):
-        shown = shortened(json.dumps(steps))
-        raise TokenizerError("this decoder cannot be streamed exactly", where=path, found=shown)
+        raise TokenizerError("this decoder cannot be streamed exactly", where=path, found=shortened(json.dumps(steps)))
     return names
 
 

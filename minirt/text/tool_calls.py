@@ -220,8 +220,8 @@ class _CallParser(StatefulParser):
         return content(text) if text.strip(string.whitespace + self._skipped).strip() or not self._calls.count else []
 
 
-class _JsonFormat(NamedTuple):
-    """How calls that are JSON objects stand in a text.
+class _JsonCallParser(_CallParser):
+    """A parser of calls that are JSON objects among content. A JSON object without a name or arguments is content.
 
     Args:
         opens: the markers among content before a call.
@@ -232,33 +232,25 @@ class _JsonFormat(NamedTuple):
         checks_names: whether an object is a call only if it has the name of a tool.
     """
 
-    opens: tuple[str, ...] = ()
-    begins: tuple[str, ...] = ()
-    follows: tuple[str, ...] = ("{",)
-    ends: tuple[str, ...] = ()
-    skipped: str = ""
-    checks_names: bool = False
-
-
-class _JsonCallParser(_CallParser):
-    """A parser of calls that are JSON objects among content. A JSON object without a name or arguments is content."""
-
-    def __init__(self, form: _JsonFormat, tools: Sequence[Tool]) -> None:
+    def __init__(
+        self, tools: Sequence[Tool], *, opens: Sequence[str] = (), begins: Sequence[str] = (), follows: Sequence[str] = ("{",),
+        ends: Sequence[str] = (), skipped: str = "", checks_names: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(tools)
-        self._form, self._skipped = form, form.skipped
-        self._opens = dict.fromkeys(form.opens, self._begin_call)
-        self._state: State = self._beginning if form.begins else self._outside
+        self._opens, self._begins, self._follows = (dict.fromkeys(m, self._begin_call) for m in (opens, begins, follows))
+        self._ends, self._skipped, self._names = ends, skipped, self._tools if checks_names else None
+        self._state: State = self._beginning if begins else self._outside
 
     def _beginning(self) -> list[Event] | None:
-        return self._take(dict.fromkeys(self._form.begins, self._begin_call))
+        return self._take(self._begins)
 
     def _after_call(self) -> list[Event] | None:
         self._started = False
         self._skip_space(self._skipped)
-        return self._take(dict.fromkeys(self._form.follows, self._begin_call), self._form.ends)
+        return self._take(self._follows, self._ends)
 
     def _begin_call(self) -> list[Event]:
-        self._reader, self._state = _CallReader(self._calls, self._tools if self._form.checks_names else None), self._call
+        self._reader, self._state = _CallReader(self._calls, self._names), self._call
         return []
 
     def _call(self) -> list[Event] | None:
@@ -275,7 +267,7 @@ class _JsonCallParser(_CallParser):
         return events
 
     def _rest(self) -> list[Event]:
-        return [] if self._form.ends and self._state == self._after_call else super()._rest()
+        return [] if self._ends and self._state == self._after_call else super()._rest()
 
 
 class MistralParser(_JsonCallParser):
@@ -284,7 +276,7 @@ class MistralParser(_JsonCallParser):
     _ID, _ARGUMENTS = "[CALL_ID]", "[ARGS]"
 
     def __init__(self, tools: Sequence[Tool]) -> None:
-        super().__init__(_JsonFormat(follows=(",",), ends=("]",)), tools)
+        super().__init__(tools, follows=(",",), ends=("]",))
         self._opens = {"[TOOL_CALLS]": self._opened}
 
     def _opened(self) -> list[Event] | None:
@@ -306,12 +298,11 @@ class MistralParser(_JsonCallParser):
         return [] if word else self._give_up()
 
     def _header(self) -> list[Event] | None:
-        begins = partial(self._begin_arguments, self._name)
-        return self._take({"{": begins, self._ARGUMENTS: self._header, self._ID: self._word})
+        return self._take({"{": partial(self._begin_arguments, self._name), self._ARGUMENTS: self._header, self._ID: self._word})
 
 
 # The answer to a `tool_choice` of "required": a JSON list of calls (see `tools.call_schema`).
-CallListParser = partial(_JsonCallParser, _JsonFormat(begins=("[",), follows=(",",), ends=("]",)))
+CallListParser = partial(_JsonCallParser, begins=("[",), follows=(",",), ends=("]",))
 
 
 class NamedCallParser(_CallParser):
@@ -488,13 +479,15 @@ class Format(NamedTuple):
 
 
 _TAGS, _PYTHON = ("<tool_call>", "</tool_call>"), "<|python_tag|>"
-_HERMES = _JsonFormat(opens=_TAGS[:1], ends=_TAGS[1:])  # a tag may have several objects
+_HERMES = partial(_JsonCallParser, opens=_TAGS[:1], ends=_TAGS[1:])  # a tag may have several objects
 # A JSON object is a call if the answer begins with it.
-_LLAMA3 = _JsonFormat(opens=(_PYTHON,), begins=("{", _PYTHON), follows=("{", _PYTHON), skipped=";,", checks_names=True)
+_LLAMA3 = partial(
+    _JsonCallParser, opens=(_PYTHON,), begins=("{", _PYTHON), follows=("{", _PYTHON), skipped=";,", checks_names=True
+)
 _QWEN3_CODER = Format(Qwen3CoderParser, _TAGS, ("<tool_call>\n<function=", "<tool_call><function="))
 FORMATS = {
-    "hermes": Format(partial(_JsonCallParser, _HERMES), _TAGS), "qwen3_coder": _QWEN3_CODER, "qwen3_xml": _QWEN3_CODER,
-    "llama3_json": Format(partial(_JsonCallParser, _LLAMA3), (_PYTHON,)),
+    "hermes": Format(_HERMES, _TAGS), "qwen3_coder": _QWEN3_CODER, "qwen3_xml": _QWEN3_CODER,
+    "llama3_json": Format(_LLAMA3, (_PYTHON,)),
     "mistral": Format(MistralParser, ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")),
 }  # fmt: skip
 # Signs of formats that no parser here reads, though they share markers with one: GLM 4.5, Hunyuan, Seed-OSS, Functionary.

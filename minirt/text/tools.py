@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cache, cached_property, reduce
 from itertools import takewhile
 from typing import Any
 
@@ -34,12 +34,9 @@ class Tool:
     value: dict[str, Any]
 
     @cached_property
-    def _types(self) -> "_Types":
-        return _Types(self.parameters)
-
-    def types(self, argument: str) -> tuple[str, ...]:
-        """The JSON types that an argument may have, "null" first, then in the schema's order; empty if it does not say."""
-        return self._types.of_argument(argument)
+    def types(self) -> Callable[[str], tuple[str, ...]]:
+        """From an argument to its JSON types, "null" first, then in the schema's order; () if the schema does not say."""
+        return cache(_Types(self.parameters).of_argument)
 
 
 def chat_tool(value: object, place: str) -> dict[str, Any]:
@@ -125,7 +122,6 @@ class _Types:
     def __init__(self, root: Any) -> None:
         self._root, self._target = root, References(root)
         self._known: dict[int, list[str] | None] = {}  # by the id of a schema of the document
-        self._arguments: dict[str, tuple[str, ...]] = {}
 
     def of(self, schema: Any, depth: int = 0) -> list[str] | None:
         """The types in the schema's order; None: it does not say."""
@@ -153,23 +149,21 @@ class _Types:
 
     def of_argument(self, name: str) -> tuple[str, ...]:
         """The types of a property of the root, whichever of its parts states it."""
-        if name not in self._arguments:
-            stated, others, todo, seen = list[Any](), list[Any](), [self._root], set[int]()
-            while todo:
-                part = todo.pop(0)
-                if not isinstance(part, dict) or id(part) in seen:
-                    continue
-                seen.add(id(part))
-                properties, patterns = part.get("properties"), part.get("patternProperties")
-                if isinstance(properties, dict) and name in properties:
-                    stated.append(properties[name])
-                for pattern, schema in patterns.items() if isinstance(patterns, dict) else ():
-                    stated += [schema] if _covers(pattern, name) else []
-                others.append(part.get("additionalProperties"))
-                todo += [inner for keyword in ("allOf", "anyOf", "oneOf") for inner in _listed(part, keyword)]
-                todo += [self._target(part["$ref"])] if isinstance(part.get("$ref"), str) else []
-            self._arguments[name] = _null_first([kind for schema in stated or others for kind in self.of(schema) or ()])
-        return self._arguments[name]
+        stated, others, todo, seen = list[Any](), list[Any](), [self._root], set[int]()
+        while todo:
+            part = todo.pop(0)
+            if not isinstance(part, dict) or id(part) in seen:
+                continue
+            seen.add(id(part))
+            properties, patterns = part.get("properties"), part.get("patternProperties")
+            if isinstance(properties, dict) and name in properties:
+                stated.append(properties[name])
+            for pattern, schema in patterns.items() if isinstance(patterns, dict) else ():
+                stated += [schema] if _covers(pattern, name) else []
+            others.append(part.get("additionalProperties"))
+            todo += [inner for keyword in ("allOf", "anyOf", "oneOf") for inner in _listed(part, keyword)]
+            todo += [self._target(part["$ref"])] if isinstance(part.get("$ref"), str) else []
+        return _null_first([kind for schema in stated or others for kind in self.of(schema) or ()])
 
 
 def _listed(schema: dict[str, Any], keyword: str) -> list[Any]:
