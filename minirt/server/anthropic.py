@@ -83,8 +83,8 @@ def _read(front: Front, exchange: Exchange, body: bytes, kind: type[Body]) -> Bo
     return request
 
 
-def _conversation(front: Front, request: CountTokensRequest, truncates: bool = False) -> Conversation:
-    """A request's conversation. The log names what is ignored. `truncates`: see `Conversation`."""
+def _conversation(front: Front, request: CountTokensRequest) -> Conversation:
+    """A request's conversation. The log names what is ignored."""
     ignored: dict[str, None] = {}
     messages = _messages(request, ignored)
     tools = _tools(request.tools or [], ignored)
@@ -92,10 +92,7 @@ def _conversation(front: Front, request: CountTokensRequest, truncates: bool = F
     variables = _variables(front, request, ignored)
     front.note_unknown(list(ignored), "unsupported parts of requests")
     continues = messages[-1]["role"] == "assistant"
-    truncates = truncates or request.truncate_prompt_tokens is not None
-    return Conversation(
-        messages, tools, choice, parallel, variables, opens_answer=not continues, continues=continues, truncates=truncates,
-    )  # fmt: skip
+    return Conversation(messages, tools, choice, parallel, variables, opens_answer=not continues, continues=continues)
 
 
 _KINDS = {  # of the blocks that a message of a role may have
@@ -250,7 +247,7 @@ def _prepare(front: Front, exchange: Exchange, body: bytes) -> Answer:
 def _count_tokens(front: Front, exchange: Exchange, body: bytes) -> dict[str, int]:
     """The number of tokens of a prompt, which may be longer than the model can take."""
     request = _read(front, exchange, body, CountTokensRequest)
-    return {"input_tokens": len(render(front, _conversation(front, request, truncates=True)))}
+    return {"input_tokens": len(render(front, _conversation(front, request), any_length=True))}
 
 
 # --- answers ---

@@ -76,10 +76,7 @@ def conversation_of(front: Front, request: Any, tools: Sequence[Tool]) -> Conver
     if continues and messages[-1]["role"] != "assistant":
         raise bad_field("continue_final_message", "needs a last message of the assistant", found=messages[-1]["role"])
     opens = not continues if request.add_generation_prompt is None else request.add_generation_prompt
-    return Conversation(
-        messages, tools, variables=variables, opens_answer=opens, continues=continues,
-        truncates=request.truncate_prompt_tokens is not None,
-    )  # fmt: skip
+    return Conversation(messages, tools, variables=variables, opens_answer=opens, continues=continues)
 
 
 def known_messages(messages: Sequence[dict[str, Any]], front: Front) -> list[dict[str, Any]]:

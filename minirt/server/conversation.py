@@ -30,7 +30,6 @@ class Conversation:
         variables: of the chat template; see `template_variables`.
         opens_answer: whether the prompt ends with the assistant's header.
         continues: whether the model continues the last message, which is the assistant's.
-        truncates: whether the prompt may be too long, because its beginning is cut off.
     """
 
     messages: list[dict[str, Any]]
@@ -40,7 +39,6 @@ class Conversation:
     variables: Mapping[str, Any] = field(default_factory=dict)
     opens_answer: bool = True
     continues: bool = False
-    truncates: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,14 +123,14 @@ def read_parts(content: Any, place: str, kinds: Collection[str], name: str = "pa
     return content
 
 
-def render(front: Front, conversation: Conversation) -> ChatTokens:
-    """The prompt of a conversation. Not for the event loop's thread."""
+def render(front: Front, conversation: Conversation, any_length: bool = False) -> ChatTokens:
+    """The prompt of a conversation. Not for the event loop's thread. `any_length`: it may be longer than the model can take."""
     processor, _ = front.check_ready()
     tokenizer, messages = processor.text(), conversation.messages
     if not tokenizer.has_chat_template:
         checked_messages(messages)
         raise InputError("the model has no chat template", where="messages", hint="send a prompt to /v1/completions")
-    limit = None if conversation.truncates else processor.limit(None)
+    limit = None if any_length else processor.limit(None)
     return tokenizer.encode_chat(
         messages, limit, with_history=processor.keeps_states, tools=[tool.value for tool in conversation.tools] or None,
         add_generation_prompt=conversation.opens_answer, continue_final_message=conversation.continues,
@@ -160,7 +158,7 @@ def prepare(
     processor, _ = front.check_ready()
     form, tokenizer, tools, choice = front.reply_format, processor.text(), conversation.tools, conversation.tool_choice
     _check_tools(form, tokenizer, tools, choice)
-    prompt = render(front, conversation)
+    prompt = render(front, conversation, any_length=request.truncate_prompt_tokens is not None)
     last = checked_messages(conversation.messages[-1:])[0]["content"]
     continued = last if conversation.continues else ""
     forces = choice not in (None, "none", "auto")

@@ -75,7 +75,7 @@ def _prepare(front: Front, exchange: Exchange, body: bytes) -> Answer:
     hints = {"reasoning_effort": (effort, "reasoning.effort"), "verbosity": (text.get("verbosity"), "text.verbosity")}
     conversation = Conversation(
         messages, tools, choice, request.parallel_tool_calls is not False,
-        template_variables(front, request.chat_template_kwargs, hints), truncates=request.truncate_prompt_tokens is not None,
+        template_variables(front, request.chat_template_kwargs, hints),
     )  # fmt: skip
     grammar = answer_form(text.get("format"), request.structured_outputs, "text.format")
     prepared = prepare(
