@@ -7,7 +7,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from minirt.engine.request import TokenLogprobs
@@ -32,26 +32,23 @@ class Answer:
     Attributes:
         call: the engine's requests.
         streams: whether the answer is a stream of events.
+
+    A subclass has these methods:
+        whole: the body of an answer that is no stream, from its completions in the order of the call's streams.
+        add: events with what a choice has that was not sent yet.
+        end: the last events.
     """
+
+    whole: Callable[[Sequence[Completion]], Any]
+    add: Callable[[Choice], Iterable[bytes]]
+    end: Callable[[], bytes]
 
     def __init__(self, call: Call, streams: bool | None) -> None:
         self.call, self.streams = call, bool(streams)
 
-    def whole(self, completions: Sequence[Completion]) -> Any:
-        """The body of an answer that is no stream. `completions`: in the order of the call's streams."""
-        raise NotImplementedError
-
     def begin(self) -> bytes:
         """The events before the first text."""
         return b""
-
-    def add(self, choice: Choice) -> Iterable[bytes]:
-        """Events with what a choice has that was not sent yet."""
-        raise NotImplementedError
-
-    def end(self) -> bytes:
-        """The last events."""
-        raise NotImplementedError
 
 
 async def send(front: Front, exchange: Exchange, content: Any) -> None:
@@ -106,6 +103,11 @@ class ChoicesAnswer(Answer):
     Attributes:
         only_echo: the answer is about the prompts alone, without the generated tokens.
 
+    A subclass has these methods:
+        choice: a choice that has ended, from its index and its completion.
+        deltas: what a choice's new text adds to the answer: one JSON value for each event. Only if the answer `parses`.
+        logprobs: the `logprobs` of some tokens of a choice, from the place of the first one up to that after the last one.
+
     Args:
         fields: the first fields of the answer.
         chunk: the `object` of its events.
@@ -116,6 +118,9 @@ class ChoicesAnswer(Answer):
     """
 
     only_echo = False
+    choice: Callable[[int, Completion], dict[str, Any]]
+    deltas: Callable[[Choice], list[bytes]]
+    logprobs: Callable[[Choice, int, int], Any]
 
     def __init__(
         self, front: Front, call: Call, request: SamplingRequest, fields: dict[str, Any], chunk: str, frame: tuple[bytes, bytes],
@@ -136,25 +141,13 @@ class ChoicesAnswer(Answer):
         choices = [self.choice(index, completion) for index, completion in enumerate(completions)]
         return self.fields | {"choices": choices, "usage": usage_of(self.call, self.only_echo)}
 
-    def choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        """A choice that has ended."""
-        raise NotImplementedError
-
     def opening(self, choice: Choice) -> bytes:
         """The events before the first text of a choice."""
         return b""
 
-    def deltas(self, choice: Choice) -> list[bytes]:
-        """What a choice's new text adds to the answer: one JSON value for each event. Only if the answer `parses`."""
-        raise NotImplementedError
-
     def finish_reason(self, index: int, reason: str | None) -> str | None:
         """Why a choice has ended, by the reason of its completion; None while it runs. Called after `deltas`."""
         return reason
-
-    def logprobs(self, choice: Choice, start: int, stop: int) -> Any:
-        """The `logprobs` of the tokens `start` to `stop` of a choice."""
-        raise NotImplementedError
 
     def add(self, choice: Choice) -> list[bytes]:
         index, text = choice.index, choice.text
@@ -199,7 +192,18 @@ class ReplyAnswer(Answer):
     Attributes:
         parts: those that have begun, as the API writes them.
         kind: of the part that grows: "text", "reasoning" or "call"; "": it has ended.
+
+    A subclass has these methods; those of parts return the stream's events:
+        message: the body of the answer, whose reply has ended.
+        open_part: adds a part of this `kind` to `parts`, from the start of a tool call if it is one.
+        delta: the part grows by a text.
+        close_part: the part ends with this whole text; whether it is complete.
     """
+
+    message: Callable[[], dict[str, Any]]
+    open_part: Callable[[ToolCallStart | None], list[StreamEvent]]
+    delta: Callable[[str], StreamEvent]
+    close_part: Callable[[str, bool], list[StreamEvent]]
 
     def __init__(self, prepared: Prepared, streams: bool | None) -> None:
         super().__init__(prepared.call, streams)
@@ -217,10 +221,6 @@ class ReplyAnswer(Answer):
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         self.grow(self._reader.read(self.completion.text, ended=True))
         return self.message()
-
-    def message(self) -> dict[str, Any]:
-        """The body of the answer, whose reply has ended."""
-        raise NotImplementedError
 
     def grow(self, events: Iterable[Event]) -> list[StreamEvent]:
         """Add events of the reply to the parts. Returns the stream's events."""
@@ -242,18 +242,6 @@ class ReplyAnswer(Answer):
         events = self.close_part("".join(self._texts), complete) if self.kind else []
         self.kind = ""
         return events
-
-    def open_part(self, call: ToolCallStart | None) -> list[StreamEvent]:
-        """Add a part of this kind to `parts`. `call`: the start of a tool call. Returns the stream's events."""
-        raise NotImplementedError
-
-    def delta(self, text: str) -> StreamEvent:
-        """The part grows."""
-        raise NotImplementedError
-
-    def close_part(self, text: str, complete: bool) -> list[StreamEvent]:
-        """The part ends with this whole text."""
-        raise NotImplementedError
 
     def encode(self, event: StreamEvent) -> bytes:
         return named_event(event)

@@ -40,8 +40,7 @@ class App:
         for method, path in (route.split(" ") for route in ROUTES if not route.endswith("*")):
             self._methods.setdefault(path, []).append(method)
         self._keys = [key.encode() for key in self._options.api_keys]
-        public = () if self._options.metrics_need_key else ("/metrics",)
-        self._public = {*_PUBLIC, *public}
+        self._public = _PUBLIC if self._options.metrics_need_key else (*_PUBLIC, "/metrics")
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":

@@ -5,6 +5,7 @@ The front counts in plain attributes, because it counts every token. `exposition
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -37,12 +38,9 @@ class Histogram:
         self._sum += value * times
 
     def metric(self, model: str) -> Metric:
-        buckets, total = [], 0
-        for bound, count in zip((*map(str, map(float, self._bounds)), "+Inf"), self._counts, strict=True):
-            total += count
-            buckets.append((bound, total))
+        bounds = (*map(str, map(float, self._bounds)), "+Inf")
         family = HistogramMetricFamily(f"vllm:{self._name}", self._help, labels=["model_name"])
-        family.add_metric([model], buckets, self._sum)
+        family.add_metric([model], list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
         return family
 
 

@@ -136,13 +136,10 @@ def decode(front: Front, exchange: Exchange, body: bytes, kind: type[Body], refu
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise HTTPError(400, f"the body is not JSON: {error}", param="body") from None
     known = _fields(kind)
-    unknown = []
-    for name in value.keys() - known.keys():
-        if name not in refused:
-            unknown.append(name)
-        elif not _is_neutral(name, value[name]):
+    for name in (value.keys() & refused.keys()) - known.keys():
+        if not _is_neutral(name, value[name]):
             raise bad_field(name, refused[name], found=shown(value[name]))
-    front.note_unknown(unknown)
+    front.note_unknown(list(value.keys() - known.keys() - refused.keys()))
     for name in known.keys() & _LIMITS & value.keys():
         if value[name] == -1:  # no limit, as for other servers
             value[name] = front.check_ready()[1].max_len

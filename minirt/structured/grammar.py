@@ -21,6 +21,7 @@ from minirt.structured.reasoning_end import ReasoningEnd, bits
 from minirt.structured.schema import check_schema, parse_schema, subschemas
 from minirt.text.limited_processes import LimitedProcesses, Stopped
 from minirt.text.tokenizer import Tokenizer
+from minirt.text.tokenizers_library import call_rust
 from minirt.threads import usable_cpus
 
 _T = TypeVar("_T")
@@ -299,12 +300,5 @@ def _readable(text: str, place: str) -> str:
 def _call(
     function: Callable[[], _T], what: str, place: str = "structured_outputs", error: type[MinirtError] = InputError
 ) -> _T:
-    """Call llguidance. It is written in Rust, whose panics derive from BaseException and cannot be imported."""
-    try:
-        return function()
-    except MinirtError:
-        raise
-    except BaseException as cause:
-        if not isinstance(cause, Exception) and type(cause).__name__ != "PanicException":
-            raise  # Ctrl-C
-        raise error(f"{what}: {shortened(cause)}", where=place) from cause
+    """Call llguidance."""
+    return call_rust(function, lambda cause: error(f"{what}: {shortened(cause)}", where=place))

@@ -93,7 +93,8 @@ class StreamPattern:
                 return self._compile(argument[3], then)
             return _Node("save", (name, 0), [self._compile(argument[3], _Node("save", (name, 1), [then]))])
         if operation in (ops.MAX_REPEAT, ops.MIN_REPEAT):
-            return self._repeat(*argument, then, -1 if operation is ops.MIN_REPEAT else 1)
+            least, most, body = argument
+            return self._repeat(least, most, body, then, -1 if operation is ops.MIN_REPEAT else 1)
         if operation is not ops.AT:
             return _Node(operation, argument, [then])
         if argument not in (ops.AT_END, ops.AT_END_STRING):

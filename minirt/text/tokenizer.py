@@ -21,7 +21,7 @@ from minirt.wording import warn
 _OTHER_FILES = ("tokenizer_config.json", "tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "merges.txt")
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
-_BEFORE = ("\n", ".", "a", "0", "(", "文")  # texts before a part of a text, of different kinds
+_BEFORE = ("", "\n", ".", "a", "0", "(", "文")  # texts before a part of a text, of different kinds
 _MAX_PIECES = 1 << 18  # whose texts are kept
 MAX_TOKENIZER_FILE = 128 << 20  # bytes; the largest known are about 35 MB
 MAX_SMALL_FILE = 16 << 20  # tokenizer_config.json and special_tokens_map.json
@@ -184,14 +184,11 @@ class Tokenizer:
         The text is encoded after another one, if its tokens do not merge with those before. Where none fits, as with a part of a
         word that no token stands for, it is encoded as a whole text.
         """
-        whole = self._encode(text, False)
-        if self._keeps_start(whole, text):
-            return whole
         for before in _BEFORE:
             start, both = self._encode(before, False), self._encode(before + text, False)
             if both[: len(start)] == start and self._keeps_start(both[len(start) :], text):
                 return both[len(start) :]
-        return whole
+        return self._encode(text, False)
 
     def _keeps_start(self, ids: Sequence[int], text: str) -> bool:
         """Whether ids have the same white space at the beginning, inside a text, as `text`."""

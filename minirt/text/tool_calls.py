@@ -154,7 +154,7 @@ class _CallParser(StatefulParser):
     def __init__(self, tools: Sequence[Tool]) -> None:
         super().__init__()
         self._tools, self._calls = {tool.name: tool for tool in tools}, Calls()
-        self._opens: dict[str, State] = {}  # the markers among content before a call, and the states after them
+        self._opens: Mapping[str, State] = {}  # the markers among content before a call, and the states after them
         self._pending: list[str] = []  # what seems to belong to a call that has not started, and is content if it is none
         self._started = False
 

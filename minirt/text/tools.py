@@ -112,8 +112,7 @@ def types(schema: Any) -> tuple[str, ...]:
 
 
 def _null_first(kinds: Sequence[str] | None) -> tuple[str, ...]:
-    known = dict.fromkeys(kinds or ())
-    return (*(kind for kind in known if kind == "null"), *(kind for kind in known if kind != "null"))
+    return tuple(sorted(dict.fromkeys(kinds or ()), key="null".__ne__))
 
 
 class _Types:
@@ -228,12 +227,11 @@ def call_schema(tools: Sequence[Tool], parallel: bool) -> dict[str, Any]:
     """JSON schema of a list of calls, for a `tool_choice` of "required": [{"name": …, "arguments": {…}}, …].
 
     Args:
+        tools: one or more.
         parallel: whether there may be several calls.
     Raises:
-        InputError: there is no tool, or a schema is nested too deeply.
+        InputError: a schema is nested too deeply.
     """
-    if not tools:
-        raise InputError('"required" needs tools', where="tool_choice")
     definitions: dict[str, Any] = {}
     fields = ({"name": {"const": tool.name}, "arguments": _embedded(tool, definitions)} for tool in tools)
     rest = {"required": ["name", "arguments"], "additionalProperties": False}
