@@ -67,16 +67,15 @@ class ReplyReader:
     """Reads one answer, whole or in pieces. `calls`: whether there was a tool call."""
 
     def __init__(self, prepared: Prepared) -> None:
-        self._parser, self._parallel, self._forces = prepared.parse(), prepared.parallel, prepared.forces
-        self.calls = False
+        self._prepared, self._parser, self.calls = prepared, prepared.parse(), False
 
     def read(self, text: str, ended: bool) -> list[Event]:
         """What new text adds to the answer. `ended`: it is the last."""
         events = self._parser.feed(text) + (self._parser.finish() if ended else [])
         self.calls = self.calls or any(isinstance(event, ToolCallStart) for event in events)
-        if self._forces:  # content is what stood before the first call when the answer was cut off
+        if self._prepared.forces:  # content is what stood before the first call when the answer was cut off
             events = [event for event in events if not isinstance(event, ContentDelta)]
-        return events if self._parallel else [event for event in events if getattr(event, "index", 0) == 0]
+        return events if self._prepared.parallel else [event for event in events if getattr(event, "index", 0) == 0]
 
 
 def template_variables(front: Front, given: Mapping[str, Any] | None, hints: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:

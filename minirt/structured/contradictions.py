@@ -36,7 +36,14 @@ def check_contradictions(schemas: Sequence[tuple[Mapping[str, Any], str]], targe
     for schema, place in schemas:
         _check_required(schema, place)
     todo, seen, visits = [([schema], place) for schema, place in reversed(schemas)], set[tuple[int, ...]](), 0
-    keys = _Keys()
+    known: dict[int, tuple[list[Any], frozenset[str]]] = {}  # with the list, so that no other one gets its id
+
+    def keys(values: list[Any]) -> frozenset[str]:
+        """The keys of the values of a list, computed once for a list that a schema has."""
+        if id(values) not in known:
+            known[id(values)] = values, frozenset(map(_key, values))
+        return known[id(values)][1]
+
     while todo and visits < _MAX_VISITS:
         group, place = todo.pop()
         parts = _parts(group, target)
@@ -65,7 +72,7 @@ def _parts(schemas: Sequence[Any], target: Target) -> list[Mapping[str, Any]]:
     return list(parts.values())
 
 
-def _check_together(parts: Sequence[Mapping[str, Any]], place: str, keys: "_Keys") -> frozenset[str]:
+def _check_together(parts: Sequence[Mapping[str, Any]], place: str, keys: Callable[..., frozenset[str]]) -> frozenset[str]:
     """Check what one value has to fit.
 
     Returns:
@@ -132,18 +139,6 @@ def _key(value: Any) -> str:
         return int(value) if value.is_integer() else value
 
     return json.dumps(json.loads(json.dumps(value), parse_float=number), sort_keys=True)
-
-
-class _Keys:
-    """The keys of the values of a list, computed once for a list that a schema has."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[list[Any], frozenset[str]]] = {}  # with the list, so that no other one gets its id
-
-    def __call__(self, values: list[Any]) -> frozenset[str]:
-        if id(values) not in self._known:
-            self._known[id(values)] = values, frozenset(map(_key, values))
-        return self._known[id(values)][1]
 
 
 class _Bound(NamedTuple):

@@ -124,7 +124,8 @@ def check_schema(schema: dict[str, Any] | bool, name: str) -> None:
     for pointer, part in walk(schema, name):
         place = f"{name}, {pointer}" if pointer else name
         _check_values(part, place, draft_4)
-        _check_keywords(part, place)
+        for what, value, expected, hint in _refusals(part):
+            raise UnsupportedError(what, where=place, expected=expected, found=shortened(json.dumps(value)), hint=hint)
         checked[id(part)] = part, place
         for inner, value in subschemas(part):
             parents[id(value)] = id(part)
@@ -270,25 +271,20 @@ def _escaped(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 
-def _check_keywords(schema: Mapping[str, Any], place: str) -> None:
-    """Refuse what would not be enforced."""
-
-    def unsupported(what: str, value: Any, expected: str | None = None, hint: str | None = None) -> UnsupportedError:
-        return UnsupportedError(what, where=place, expected=expected, found=shortened(json.dumps(value)), hint=hint)
-
+def _refusals(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any, str | None, str | None]]:
+    """What would not be enforced: what it is, the value, what is expected, and a hint."""
     union = "oneOf" in schema or "anyOf" in schema  # then OpenAPI's "discriminator" only says which property tells them apart
     for keyword in schema:
         if keyword not in _ENFORCED and keyword not in _ANNOTATIONS and not (union and keyword == "discriminator"):
-            hint = "remove it, or express it otherwise; nothing is ignored"
-            raise unsupported("the keyword is not supported", keyword, hint=hint)
+            yield "the keyword is not supported", keyword, None, "remove it, or express it otherwise; nothing is ignored"
     types = schema.get("type", "string")  # the "format" of numbers, such as "int32", says nothing about their text
     if "format" in schema and schema["format"] not in FORMATS and "string" in ([types] if isinstance(types, str) else types):
-        raise unsupported('this "format" is not supported', schema["format"], f"one of {', '.join(FORMATS)}")
+        yield 'this "format" is not supported', schema["format"], f"one of {', '.join(FORMATS)}", None
     for keyword in filter(schema.__contains__, ("const", "enum", "properties", "required")):
         stated = list(schema[keyword]) if keyword == "properties" else schema[keyword]
         if any(isinstance(part, str) and _CONTROL.search(part) for part in _parts(stated)):
-            what, hint = f'"{keyword}" with a control character is not supported', "only \\b, \\f, \\n, \\r and \\t are written"
-            raise unsupported(what, stated, hint=hint)
+            hint = "only \\b, \\f, \\n, \\r and \\t are written"
+            yield f'"{keyword}" with a control character is not supported', stated, None, hint
     for keyword in filter(schema.__contains__, (*BOUNDS, "const", "enum")):
         for number in _parts(schema[keyword]):
             if type(number) not in (int, float) or _is_open_end(keyword, number, schema.get("type")):
@@ -296,25 +292,22 @@ def _check_keywords(schema: Mapping[str, Any], place: str) -> None:
             if keyword in BOUNDS and number != 0 and not MIN_NUMBER <= abs(number) <= MAX_NUMBER:
                 # llguidance rounds such a bound, cannot compile it, or crashes.
                 expected = f"0, or a number whose absolute value is from {MIN_NUMBER} to 2^53"
-                what, hint = f'"{keyword}" is too large or too close to 0 to be enforced', "round it, or remove it"
-                raise unsupported(what, number, expected, hint)
-            if _is_exact(number):
-                continue
-            what, hint = f'"{keyword}" has a number that is not enforced exactly', "round it, or state it as a text"
-            expected = "integers up to 2^53 in absolute value, and numbers of up to 15 digits from 1e-22 to 1e22"
-            raise unsupported(what, number, expected, hint)
+                yield f'"{keyword}" is too large or too close to 0 to be enforced', number, expected, "round it, or remove it"
+            if not _is_exact(number):
+                expected = "integers up to 2^53 in absolute value, and numbers of up to 15 digits from 1e-22 to 1e22"
+                what, hint = f'"{keyword}" has a number that is not enforced exactly', "round it, or state it as a text"
+                yield what, number, expected, hint
     if "additionalItems" in schema and "prefixItems" in schema and "items" not in schema:
         what, hint = '"additionalItems" beside "prefixItems" is not supported', 'write "items", as draft 2020-12 does'
-        raise UnsupportedError(what, where=place, hint=hint)
+        yield what, schema["additionalItems"], None, hint
     for pattern in (schema.get("pattern", ""), *schema.get("patternProperties", ())):
         if _CONTROL.search(pattern) or _CONTROL_ESCAPE.search(_NEGATED.sub("", pattern)):
-            raise unsupported('"pattern" with a control character is not supported', pattern)
+            yield '"pattern" with a control character is not supported', pattern, None, None
     if not str(schema.get("$ref", "#")).startswith("#"):
-        raise unsupported('"$ref" to another document is not supported', schema["$ref"], 'a reference that begins with "#"')
+        yield '"$ref" to another document is not supported', schema["$ref"], 'a reference that begins with "#"', None
     if (low := schema.get("minProperties", 0)) > len(schema.get("required", ())) + 1:
         # The names of additional properties may repeat, so only required ones and one more are sure to be different.
-        what, expected = "minProperties is not supported", "at most the number of required properties plus 1"
-        raise UnsupportedError(what, where=place, expected=expected, found=f'"minProperties": {low}')
+        yield "minProperties is not supported", low, "at most the number of required properties plus 1", None
 
 
 def _parts(value: Any) -> Iterator[Any]:

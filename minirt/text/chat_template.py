@@ -106,7 +106,12 @@ class ChatTemplate:
                 raise
             text = template.render(names | {"messages": objects})
         if mark:
-            text = self._up_to(mark, text)
+            place = text.rfind(mark.rstrip())
+            if place < 0:
+                what = "the chat template does not show the last message's content, so it cannot be continued"
+                raise InputError(what, where="continue_final_message")
+            # If the template has removed the space at the end of the mark, it trims.
+            text = text[:place] if text.startswith(mark, place) else text[:place].rstrip()
         if not text:
             raise TokenizerError("the chat template rendered nothing", where=template.path, hint="check the roles")
         if (lost := template.left_out(outline(messages), bool(tools), variables)) is not None:
@@ -116,16 +121,6 @@ class ChatTemplate:
     def end_of_turn(self, tokens: Collection[str]) -> str | None:
         """The one of `tokens` that the template writes at the end of each answer; None if there is no such token."""
         return None if self._plain is None else self._plain.end_of_turn(tokens)
-
-    @staticmethod
-    def _up_to(mark: str, text: str) -> str:
-        """The text before `mark`, without white space before it if the template has removed the space at its end."""
-        place = text.rfind(mark.rstrip())
-        if place < 0:
-            what = "the chat template does not show the last message's content, so it cannot be continued"
-            raise InputError(what, where="continue_final_message")
-        before = text[:place]
-        return before if text.startswith(mark, place) else before.rstrip()
 
 
 class _Template:

@@ -13,7 +13,7 @@ from typing import Any
 from minirt.errors import ConfigError, ContextLengthError, InputError, TokenizerError, printable, quoted, shortened
 from minirt.files import parse_json, present, read_json, read_text
 from minirt.text.chat_template import ChatTemplate
-from minirt.text.tokenizer_file import TokenBound, byte_alphabet, check, decoder_steps, splits_wrongly
+from minirt.text.tokenizer_file import byte_alphabet, check, decoder_steps, splits_wrongly, token_bound
 from minirt.text.tokenizers_library import TokenizersLibrary
 from minirt.wording import warn
 
@@ -43,6 +43,8 @@ class Tokenizer:
     Attributes:
         special_tokens: the texts of the special tokens, which `skip_special_tokens` leaves out.
         piece: see `_piece`. It keeps what it has returned.
+        serialized: returns it as the content of a tokenizer.json, in which all special tokens are flagged.
+        tool_template: the source of the chat template for conversations with tools, by which their format can be recognised.
         min_tokens: a lower bound on the number of token ids of a text, from its number of characters; 0 if there is none. It
             takes almost no time, while tokenizing takes seconds for each megabyte and cannot be interrupted.
     """
@@ -65,7 +67,8 @@ class Tokenizer:
         self.has_neighbours = "BPEDecoder" in steps or after_bytes not in ([], ["Fuse"])
         self._special = {name: text for name, text in _joined(older_path, older, config_path, config).items() if text}
         self._chat_template = ChatTemplate(folder, config, self._special)
-        self._config = config
+        self._config, self.serialized = config, self._library.serialized
+        self.has_chat_template, self.tool_template = self._chat_template.source is not None, self._chat_template.tool_source
         _check_added_tokens(config.get("added_tokens_decoder"), self._library, config_path, "added_tokens_decoder")
         older_added = {str(key): {"content": text} for text, key in _optional(folder / "added_tokens.json").items()}
         _check_added_tokens(older_added, self._library, folder, "added_tokens.json")
@@ -89,7 +92,7 @@ class Tokenizer:
         if splits_wrongly(content, _optional(folder / "config.json"), len(vocabulary)):
             what = "texts are split otherwise than by Mistral's own tokenizer, so some get other tokens than in training"
             _warn(f"{path}: {what}; load it in transformers with fix_mistral_regex=True, and save it")
-        self.min_tokens = TokenBound.of(content, vocabulary)
+        self.min_tokens = token_bound(content, vocabulary)
         # What `IncrementalDecoder` has found out about tokens, with and without special ones.
         self._decoded: dict[bool, dict[int, str | bytes]] = {False: {}, True: {}}
         self.piece = functools.lru_cache(_MAX_PIECES)(self._piece)
@@ -114,10 +117,6 @@ class Tokenizer:
         """tokenizer_config.json with the special tokens as texts, and with the chat template, whichever files have them."""
         return self._config | self._special | {"chat_template": self._chat_template.source}
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._chat_template.source is not None
-
     def token_id(self, text: str) -> int | None:
         """The id of the token spelled exactly `text`, or None."""
         return self._library.token_to_id(text)
@@ -125,10 +124,6 @@ class Tokenizer:
     def ids(self) -> frozenset[int]:
         """All token ids. There may be gaps between them."""
         return frozenset(self._library.vocabulary().values())
-
-    def serialized(self) -> str:
-        """It as the content of a tokenizer.json, in which all special tokens are flagged."""
-        return self._library.serialized()
 
     def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
         """Token ids of a plain prompt, with the special tokens of tokenizer.json's post-processor, but never a second BOS.
@@ -261,12 +256,6 @@ class Tokenizer:
         """The ids of tokens that were added to the vocabulary, such as ends of turns and the tags of tool calls."""
         ids = (self.token_id(text) for text in {*self._library.added_tokens(), *self.special_tokens})
         return frozenset(token for token in ids if token is not None)
-
-    @property
-    def tool_template(self) -> str | None:
-        """The source of the chat template for conversations with tools, by which their format can be recognised."""
-        return self._chat_template.tool_source
-
 
 def _optional(path: Path) -> dict[str, Any]:
     """The JSON object in an optional file; {} if it is absent."""

@@ -6,8 +6,7 @@ The library has already loaded the file, so its parts are well-formed. Fields th
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,64 +93,48 @@ def splits_wrongly(content: Mapping[str, Any], config: Mapping[str, Any], vocab_
     return bool(steps) and all(step.get("pattern") != {"Regex": _TEKKEN} for step in steps)
 
 
-@dataclass(frozen=True)
-class TokenBound:
-    """A lower bound on the number of tokens of a text, from its number of characters or bytes.
+def token_bound(content: Mapping[str, Any], vocabulary: Mapping[str, int]) -> Callable[[str], int]:
+    """A lower bound on the number of tokens of a text. It takes milliseconds for a million characters.
 
-    Attributes:
-        longest: characters of the longest token, or bytes with a byte-level tokenizer; None: there is no bound.
-        composed: maximum number of characters that the normalizer combines into one, in texts that are not ASCII.
-        strips: whether added tokens remove whitespace around them.
-        dropped: bytes that a byte-level vocabulary lacks, so they give no token.
+    It is above 0 only for BPE, and only if every step `_keeps_length`, and each unknown character is its own token or an
+    uncounted byte.
+
+    Args:
+        content: of a tokenizer.json.
+        vocabulary: all tokens, added ones included.
     """
-
-    longest: int | None = None
-    composed: int = 1
-    strips: bool = False
-    dropped: bytes = b""
-
-    @classmethod
-    def of(cls, content: Mapping[str, Any], vocabulary: Mapping[str, int]) -> "TokenBound":
-        """The bound for a tokenizer.json. `vocabulary`: all tokens, added ones included.
-
-        There is one only for BPE, and only if every step `_keeps_length`, and each unknown character is its own token or an
-        uncounted byte.
-        """
-        model = _object(content.get("model"))
-        normalizers = list(steps_of(content.get("normalizer"), "normalizers"))
-        splitters = list(steps_of(content.get("pre_tokenizer"), "pretokenizers"))
-        if not all(map(_keeps_length, (*normalizers, *splitters, *steps_of(content.get("post_processor"), "processors")))):
-            return cls()
-        composing = sum(step["type"] in ("NFC", "NFKC") for step in normalizers)
-        composed, same = _COMPOSED**composing, composing == len(normalizers)  # only these leave ASCII unchanged
+    model = _object(content.get("model"))
+    normalizers = list(steps_of(content.get("normalizer"), "normalizers"))
+    splitters = list(steps_of(content.get("pre_tokenizer"), "pretokenizers"))
+    steps = (*normalizers, *splitters, *steps_of(content.get("post_processor"), "processors"))
+    bare = not model.get("continuing_subword_prefix") and not model.get("end_of_word_suffix")
+    if model.get("type") != "BPE" or not bare or not vocabulary or not all(map(_keeps_length, steps)):
+        return lambda text: 0
+    composing = sum(step["type"] in ("NFC", "NFKC") for step in normalizers)
+    # The most characters that the normalizer combines into one, in texts that are not ASCII.
+    composed, same = _COMPOSED**composing, composing == len(normalizers)  # only these leave ASCII unchanged
+    dropped = b""  # bytes that a byte-level vocabulary lacks, so they give no token
+    if (missing := _missing_bytes(content, model)) != b"" and (model.get("unk_token") is None or model.get("fuse_unk")):
         changes = sum(step["type"] in ("ByteLevel", "Metaspace") for step in splitters)
-        bare = not model.get("continuing_subword_prefix") and not model.get("end_of_word_suffix")
-        if model.get("type") != "BPE" or not bare or not vocabulary:
-            return cls()
-        dropped = b""
-        if (missing := _missing_bytes(content, model)) != b"" and (model.get("unk_token") is None or model.get("fuse_unk")):
-            if missing is None or not same or changes != 1:  # the model gets other bytes than those of the text
-                return cls()
-            dropped = missing
-        longest = max(1, *map(len, vocabulary))
-        added = [_object(token) for token in content.get("added_tokens") or ()]
-        if dropped:  # bytes are counted: a byte-level token has one letter per byte, an added token is plain text
-            longest = max(longest, *(len(str(token.get("content")).encode()) for token in added), 1)
-        strips = any(token.get("lstrip") or token.get("rstrip") for token in added)
-        return cls(longest, composed, strips, dropped)
+        if missing is None or not same or changes != 1:  # the model gets other bytes than those of the text
+            return lambda text: 0
+        dropped = missing
+    longest = max(1, *map(len, vocabulary))  # characters of the longest token, or bytes if bytes are counted
+    added = [_object(token) for token in content.get("added_tokens") or ()]
+    if dropped:  # bytes are counted: a byte-level token has one letter per byte, an added token is plain text
+        longest = max(longest, *(len(str(token.get("content")).encode()) for token in added), 1)
+    strips = any(token.get("lstrip") or token.get("rstrip") for token in added)  # whether they remove white space around them
 
-    def __call__(self, text: str) -> int:
-        """A lower bound on the number of tokens of `text`. Takes milliseconds for a million characters."""
-        plain = self.composed == 1 or text.isascii()
-        if self.longest is None or (self.dropped and not plain):
+    def bound(text: str) -> int:
+        plain = composed == 1 or text.isascii()
+        if dropped and not plain:
             return 0
-        counted: str | bytes = text
-        if self.dropped:
-            counted = text.encode("utf-8", "surrogatepass").translate(None, self.dropped)
-        length = len(counted)
-        if self.strips:
-            length -= sum(text.count(space) * (len(space.encode()) if self.dropped else 1) for space in _WHITESPACE)
-        return max(0, -(-length // (self.longest * (1 if plain else self.composed))))
+        length = len(text.encode("utf-8", "surrogatepass").translate(None, dropped) if dropped else text)
+        if strips:
+            length -= sum(text.count(space) * (len(space.encode()) if dropped else 1) for space in _WHITESPACE)
+        return max(0, -(-length // (longest * (1 if plain else composed))))
+
+    return bound
 
 
 def _keeps_length(step: Mapping[str, Any]) -> bool:

@@ -250,9 +250,8 @@ def chosen(tools: Sequence[Tool], choice: object) -> Tool:
     """
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
-    for tool in tools:
-        if tool.name == name:
-            return tool
+    if (tool := next((tool for tool in tools if tool.name == name), None)) is not None:
+        return tool
     names = ", ".join(tool.name for tool in tools)
     expected = f'none, auto, required, or {{"type": "function", …}} with the name of a tool: {names}'
     raise InputError("no such tool", where="tool_choice", expected=shortened(expected), found=quoted(choice, 80))
