@@ -1,6 +1,7 @@
 """What clients, routers and monitors ask about the server: models, health, metrics, versions."""
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import minirt
@@ -44,11 +45,9 @@ async def version(front: Front, exchange: Exchange) -> dict[str, str]:
 
 async def metrics(front: Front, exchange: Exchange) -> None:
     stats = None
-    try:
+    with suppress(MinirtError, TimeoutError):  # the front's own metrics are still of use
         if front.info is not None:
             stats = (await asyncio.wait_for(front.engine.ask(), _STATS_SECONDS)).stats
-    except (MinirtError, TimeoutError):  # the front's own metrics are still of use
-        pass
     await exchange.answer(front.metrics.exposition(stats), content_type=CONTENT_TYPE.encode())
 
 

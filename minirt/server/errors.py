@@ -107,8 +107,7 @@ def error_fields(error: MinirtError, prompt_field: str | None = None) -> dict[st
     code = error.code if isinstance(error, HTTPError) else None
     if isinstance(error, ContextLengthError):
         code = "context_length_exceeded"
-    kind, param = error_type(status_of(error)), param_of(error, prompt_field)
-    return {"message": str(error), "type": kind, "param": param, "code": code}
+    return {"message": str(error), "type": error_type(status_of(error)), "param": param_of(error, prompt_field), "code": code}
 
 
 def error_body(error: MinirtError, prompt_field: str | None = None) -> bytes:

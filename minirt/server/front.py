@@ -156,8 +156,7 @@ class Front:
         new = [name for name in short if name not in self._noted][: _MAX_NOTED - len(self._noted)]
         if new:
             self._noted.update(new)
-            shown = ", ".join(map(printable, new))
-            sys.stderr.write(f"minirt: {what} are ignored: {shown}\n")
+            sys.stderr.write(f"minirt: {what} are ignored: {', '.join(map(printable, new))}\n")
 
     async def close(self) -> None:
         """End the engine's process."""

@@ -118,8 +118,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("n", "best_of", "length_penalty"), (1,)), "spaces_between_special_tokens": (True,), "suffix": ("",),
     "modalities": (["text"], []), "top_logprobs": (0,), "truncation": ("disabled",), "reasoning_effort": ("none",),
 }  # fmt: skip
-_FREE = (Any, list[Any], dict[str, Any])  # types of fields that may be nested at will
-_PROMPTS = ("prompt", "input")  # are checked as what they are
+_PROMPTS = ("prompt", "input", "messages", "tokens")  # are checked as what they are
 _LIMITS = {"max_tokens", "max_completion_tokens", "max_output_tokens"}
 
 
@@ -144,9 +143,8 @@ def decode(front: Front, exchange: Exchange, body: bytes, kind: type[Body], refu
         if value[name] == -1:  # no limit, as for other servers
             value[name] = front.check_ready()[1].max_len
     request = convert(value, kind)
-    for name, types in known.items():
-        if not types.isdisjoint(_FREE) and name not in _PROMPTS:
-            check_nesting(name, getattr(request, name))
+    for name in (known.keys() & value.keys()).difference(_PROMPTS):
+        check_nesting(name, value[name])
     if isinstance(request, Common):
         _check_limits(request)
     front.check_model(value.get("model"))

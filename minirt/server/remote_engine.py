@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from minirt.engine.collect.sinks import Sink, Sinks
@@ -164,10 +165,8 @@ class RemoteEngine(asyncio.Protocol):
             self.ended.set_result(self._failure)
 
     def _exit_status(self) -> str | None:
-        if self._process is None:
-            return None
-        try:
-            code = self._process.wait(1)
-        except subprocess.TimeoutExpired:
-            return None
-        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        if self._process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(1)
+                return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return None

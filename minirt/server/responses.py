@@ -147,8 +147,7 @@ def _messages(value: Any, instructions: str | None, ignored: dict[str, None]) ->
             else:
                 ignored["input[reasoning without a text]"] = None
         else:
-            stored = kind == "item_reference"
-            what = "answers are not stored: send the item itself" if stored else "not an acceptable item"
+            what = "answers are not stored: send the item itself" if kind == "item_reference" else "not an acceptable item"
             raise bad_field(f"{place}.type", what, expected=_ITEMS, found=quoted(kind, 80))
     if not messages:
         raise bad_field("input", "has no message", expected="at least one message")
@@ -241,8 +240,7 @@ class _ResponseAnswer(ReplyAnswer):
     def _end(self) -> list[StreamEvent]:
         """The reply has ended, or is complete up to an error. A reply of nothing is an empty message."""
         self._status = "completed" if self.completion.finish_reason == "stop" else "incomplete"
-        events = [] if self.parts else self.grow([ContentDelta("")])
-        return events + self.end_part(self._status == "completed")
+        return ([] if self.parts else self.grow([ContentDelta("")])) + self.end_part(self._status == "completed")
 
     def _response(self, error: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The object that clients get. `error`: what it has failed with."""

@@ -8,6 +8,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
@@ -78,10 +79,9 @@ class Grammar:
 
     def take(self) -> Any | None:
         """A matcher that is ready, if there is one."""
-        try:
+        with suppress(IndexError):
             return self._ready.pop()
-        except IndexError:
-            return None
+        return None
 
     def restock(self) -> None:
         """Have a matcher ready for the next sequence."""
@@ -247,10 +247,9 @@ def _brackets(text: str) -> int:
 def _json_end(source: str, start: int) -> int:
     """The end of the JSON text that begins at `start`, or of `source` if it is none."""
     spaces = re.compile(r"[ \t\r\n]*").match(source, start)
-    try:
+    with suppress(ValueError, RecursionError):
         return json.JSONDecoder().raw_decode(source, spaces.end() if spaces else start)[1]
-    except (ValueError, RecursionError):
-        return len(source)
+    return len(source)
 
 
 def _as_object(schema: dict[str, Any] | bool) -> dict[str, Any]:

@@ -146,8 +146,7 @@ def content(text: str) -> list[Event]:
 
 def held_length(text: str, markers: Sequence[str], start: int = 0) -> int:
     """How many characters at the end of `text`, from `start` on, could be the beginning of a marker, but are none."""
-    longest = max(map(len, markers), default=0) - 1
-    for length in range(min(longest, len(text) - start), 0, -1):
+    for length in range(min(max(map(len, markers), default=0) - 1, len(text) - start), 0, -1):
         tail = text[-length:]
         if any(marker.startswith(tail) and marker != tail for marker in markers):
             return length

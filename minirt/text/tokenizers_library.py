@@ -76,8 +76,7 @@ class TokenizersLibrary:
 
     def added_tokens(self) -> dict[str, bool]:
         """The texts of the added tokens, each of which becomes that token in a text; and whether they are flagged as special."""
-        added = self._call(lambda: self._tokenizer.get_added_tokens_decoder())
-        return {token.content: token.special for token in added.values()}
+        return {token.content: token.special for token in self._call(lambda: self._tokenizer.get_added_tokens_decoder()).values()}
 
     def add_special_tokens(self, tokens: list[str]) -> None:
         self._call(lambda: self._tokenizer.add_special_tokens(tokens))

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, reduce
 from itertools import takewhile
@@ -178,10 +179,9 @@ def _common(first: list[str], second: list[str]) -> list[str]:
 
 def _covers(pattern: Any, name: str) -> bool:
     """Whether a pattern of "patternProperties" is found in a name; not if it is not simple enough to be sure in bounded time."""
-    try:
+    with suppress(UnsupportedError):
         return isinstance(pattern, str) and matches(rf"[\s\S]*(?:{pattern})", name)
-    except UnsupportedError:
-        return False
+    return False
 
 
 def typed_json(text: str, kinds: Sequence[str]) -> str:
