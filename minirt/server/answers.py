@@ -207,13 +207,10 @@ class ReplyAnswer(Answer):
 
     def __init__(self, prepared: Prepared, streams: bool | None) -> None:
         super().__init__(prepared.call, streams)
+        self.completion = prepared.call.streams[0].completion
         self._reader, self._texts = ReplyReader(prepared), list[str]()
         self.parts: list[StreamEvent] = []
         self.kind = ""
-
-    @property
-    def completion(self) -> Completion:
-        return self.call.streams[0].completion
 
     def add(self, choice: Choice) -> list[bytes]:
         return list(map(self.encode, self.grow(self._reader.read(choice.text, choice.finish_reason is not None))))

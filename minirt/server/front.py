@@ -83,9 +83,7 @@ class Front:
             sys.stderr.write(f"minirt: {printable(note)}\n")
         info = await self.engine.ready
         name = self.options.names[0]
-        self.processor = Processor(
-            self.engine, name, self.tokenizer, info.generation_config, info.eos_token_ids, info.vocab_size
-        )
+        self.processor = Processor(self.engine, name, self.tokenizer, info.generation_config, info.eos_token_ids, info.vocab_size)
         self.info = info
         if not self.options.quiet:
             for file, kept in info.facts.get("warm_prompts", {}).items():

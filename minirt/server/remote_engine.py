@@ -67,17 +67,15 @@ class RemoteEngine(asyncio.Protocol):
         engine._send(start)
         return engine
 
-    # ── an `EngineLike` for the `Processor` ──
+    # ── an `EngineLike` for the `Processor`, which is made when the model is ready ──
 
     @property
     def max_len(self) -> int:
-        if not self.ready.done():
-            raise EngineError("the model is being loaded", hint="ask /health")
         return self.ready.result().max_len
 
     @property
     def keeps_states(self) -> bool:
-        return self.ready.done() and self.ready.result().keeps_states
+        return self.ready.result().keeps_states
 
     def new_id(self) -> int:
         return next(self._ids)

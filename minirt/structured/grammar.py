@@ -296,8 +296,6 @@ def _readable(text: str, place: str) -> str:
     return re.sub(r"^(?:at )?(\d+)\((\d+)\): ", prefix, text)
 
 
-def _call(
-    function: Callable[[], _T], what: str, place: str = "structured_outputs", error: type[MinirtError] = InputError
-) -> _T:
+def _call(function: Callable[[], _T], what: str, place: str = "structured_outputs", error: type[MinirtError] = InputError) -> _T:
     """Call llguidance."""
     return call_rust(function, lambda cause: error(f"{what}: {shortened(cause)}", where=place))

@@ -64,11 +64,7 @@ class ReplyParser:
 
     def __init__(self, reasoning: Parser | None = None, tool_calls: Parser | None = None) -> None:
         self._reasoning, self._tool_calls = reasoning, tool_calls
-
-    @property
-    def passes_through(self) -> bool:
-        """Whether all text is content, as it comes."""
-        return self._reasoning is None and self._tool_calls is None
+        self.passes_through = reasoning is None and tool_calls is None  # whether all text is content, as it comes
 
     def feed(self, text: str) -> list[Event]:
         events: list[Event] = [ContentDelta(text)] if text else []
