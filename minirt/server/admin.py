@@ -15,10 +15,9 @@ _MODELS = "/v1/models/"
 
 
 def _card(front: Front, name: str) -> dict[str, Any]:
-    info = front.info
     return {
         "id": name, "object": "model", "created": front.created, "owned_by": "minirt", "root": front.options.model_id,
-        "parent": None, "max_model_len": None if info is None else info.max_len,
+        "parent": None, "max_model_len": None if front.loaded is None else front.loaded[1].max_len,
     }  # fmt: skip
 
 
@@ -46,7 +45,7 @@ async def version(front: Front, exchange: Exchange) -> dict[str, str]:
 async def metrics(front: Front, exchange: Exchange) -> None:
     stats = None
     with suppress(MinirtError, TimeoutError):  # the front's own metrics are still of use
-        if front.info is not None:
+        if front.loaded is not None:
             stats = (await asyncio.wait_for(front.engine.ask(), _STATS_SECONDS)).stats
     await exchange.answer(front.metrics.exposition(stats), content_type=CONTENT_TYPE.encode())
 

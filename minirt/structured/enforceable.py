@@ -78,17 +78,18 @@ def _state_properties(schema: dict[str, Any], expansion: "_Expansion") -> None:
     stated, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
     if not patterns or schema.get("additionalProperties") is not False:
         return
-    names = {pattern: expansion.names(pattern, stated) for pattern in patterns}
-    if any(matched is None for matched in names.values()):
-        return  # another name is left
+    try:
+        names = {pattern: expansion.names(pattern, stated) for pattern in patterns}
+    except (UnsupportedError, _OtherNames):
+        return
     del schema["patternProperties"]
     for name, part in stated.items():
-        others = [patterns[pattern] for pattern, matched in names.items() if name in (matched or ())]
+        others = [patterns[pattern] for pattern, matched in names.items() if name in matched]
         stated[name] = {"allOf": [part, *others]} if others else part
 
 
-class _TooMany(Exception):
-    """A pattern matches more texts than are listed, or is not simple."""
+class _OtherNames(Exception):
+    """A pattern matches other names, too, or it is not simple."""
 
 
 class _Expansion:
@@ -99,18 +100,15 @@ class _Expansion:
     def __init__(self) -> None:
         self._work = 0
 
-    def names(self, pattern: str, stated: Mapping[str, Any]) -> set[str] | None:
-        """The stated names that a pattern matches; None: it matches another text, too, or is not simple."""
+    def names(self, pattern: str, stated: Mapping[str, Any]) -> set[str]:
+        """The stated names that a pattern matches, if it matches no others."""
         if _SET_OPERATION.search(pattern):
-            return None
-        try:
-            texts = self._texts(parsed(pattern), 4 * sum(len(name) + 2 for name in stated))
-        except (UnsupportedError, _TooMany):
-            return None
-        if not all(text[:1] == self._BEGIN and text[-1:] == self._END for text in texts):
-            return None
+            raise _OtherNames
+        texts = self._texts(parsed(pattern), 4 * sum(len(name) + 2 for name in stated))
         names = {text[1:-1] for text in texts if text.count(self._BEGIN) == text.count(self._END) == 1}  # others match nothing
-        return names if names <= stated.keys() else None
+        if not all(text[:1] == self._BEGIN and text[-1:] == self._END for text in texts) or not names <= stated.keys():
+            raise _OtherNames
+        return names
 
     def _texts(self, nodes: Any, limit: int) -> set[str]:
         """All texts that a part of a pattern matches, with marks for anchors. They have at most `limit` characters."""
@@ -138,17 +136,17 @@ class _Expansion:
                 repeated |= now if count >= argument[0] else set()
                 now = self._joined(now, body, limit) if count < argument[1] else now
             return repeated
-        raise _TooMany
+        raise _OtherNames
 
     def _joined(self, first: set[str], second: set[str], limit: int) -> set[str]:
         """Each text of `first` with each of `second`."""
         if len(first) * len(second) > limit:
-            raise _TooMany
+            raise _OtherNames
         self._work += len(first) * len(second)
         if self._work > _MAX_EXPANSION:
             what, hint = '"patternProperties" are too complex beside "additionalProperties": false', "simplify the patterns"
             raise InputError(what, hint=hint)
         texts = {before + after for before in first for after in second}
         if sum(map(len, texts)) > limit:
-            raise _TooMany
+            raise _OtherNames
         return texts
