@@ -264,10 +264,8 @@ def adopt(exchange: Exchange) -> None:
         content = {"type": error_type(status_of(error), _ERROR_TYPES), "message": text}
         return encode_json({"type": "error", "error": content, "request_id": exchange.id})
 
-    def error_event(error: MinirtError) -> bytes:
-        return b"event: error\ndata: %b\n\n" % error_body(error, exchange.prompt_field)
-
-    exchange.error_body, exchange.error_event = error_body, error_event
+    exchange.error_body = error_body
+    exchange.error_event = lambda error: b"event: error\ndata: %b\n\n" % error_body(error, exchange.prompt_field)
     exchange.headers.append((b"request-id", exchange.id.encode()))
 
 

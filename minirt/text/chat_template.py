@@ -92,8 +92,11 @@ class ChatTemplate:
         names: dict[str, Any] = {"messages": plain, "tools": None if tools is None else list(tools), "documents": None}
         # The variables that transformers passes.
         names |= {"add_generation_prompt": add_generation_prompt} | dict(self._special_tokens)
-        _check_json("tools", names["tools"])
-        _check_json("chat_template_kwargs", dict(variables))
+        for name, value in (("tools", names["tools"]), ("chat_template_kwargs", dict(variables))):
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise InputError("not a JSON value", where=name, found=shortened(error, 80)) from error
         if taken := names.keys() & variables.keys():
             what = "a variable of the chat template has a fixed meaning"
             raise InputError(what, where="chat_template_kwargs", found=min(taken))
@@ -179,13 +182,6 @@ class _Template:
             hint = "check the messages and the order of their roles; the template may be damaged"
             hint = "correct the template, or get the file again" if damaged else hint
             raise TokenizerError(f"the chat template failed: {error}", where=self.path, hint=hint) from error
-
-
-def _check_json(name: str, value: Any) -> None:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InputError("not a JSON value", where=name, found=shortened(error, 80)) from error
 
 
 _Sources = dict[str, tuple[str, Path]]  # name → source of a template, and the file that has it

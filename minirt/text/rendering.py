@@ -29,7 +29,6 @@ class Renderer:
     """Renders one template, from any thread. Threads that render at once use one process each."""
 
     def __init__(self, source: str) -> None:
-        self._source = source
         self._processes = LimitedProcesses(f"{__name__}:renders", source, ProcessLimits(MAX_CPU_SECONDS, MAX_SECONDS, MAX_MEMORY))
 
     def render(self, variables: Mapping[str, Any]) -> str:

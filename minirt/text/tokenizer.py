@@ -42,6 +42,7 @@ class Tokenizer:
 
     Attributes:
         special_tokens: the texts of the special tokens, which `skip_special_tokens` leaves out.
+        info: tokenizer_config.json with the special tokens as texts, and with the chat template, whichever files have them.
         piece: see `_piece`. It keeps what it has returned.
         serialized: returns it as the content of a tokenizer.json, in which all special tokens are flagged.
         tool_template: the source of the chat template for conversations with tools, by which their format can be recognised.
@@ -67,7 +68,8 @@ class Tokenizer:
         self.has_neighbours = "BPEDecoder" in steps or after_bytes not in ([], ["Fuse"])
         self._special = {name: text for name, text in _joined(older_path, older, config_path, config).items() if text}
         self._chat_template = ChatTemplate(folder, config, self._special)
-        self._config, self.serialized = config, self._library.serialized
+        self.info: dict[str, Any] = config | self._special | {"chat_template": self._chat_template.source}
+        self.serialized = self._library.serialized
         self.has_chat_template, self.tool_template = self._chat_template.source is not None, self._chat_template.tool_source
         _check_added_tokens(config.get("added_tokens_decoder"), self._library, config_path, "added_tokens_decoder")
         older_added = {str(key): {"content": text} for text, key in _optional(folder / "added_tokens.json").items()}
@@ -111,11 +113,6 @@ class Tokenizer:
             hint = "convert it with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
             raise TokenizerError("is missing, and other formats are not supported", where=path, found=others, hint=hint)
         return None
-
-    @property
-    def info(self) -> dict[str, Any]:
-        """tokenizer_config.json with the special tokens as texts, and with the chat template, whichever files have them."""
-        return self._config | self._special | {"chat_template": self._chat_template.source}
 
     def token_id(self, text: str) -> int | None:
         """The id of the token spelled exactly `text`, or None."""
