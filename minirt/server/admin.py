@@ -1,6 +1,7 @@
 """What clients, routers and monitors ask about the server: models, health, metrics, versions."""
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import minirt
@@ -14,22 +15,21 @@ _MODELS = "/v1/models/"
 
 
 def _card(front: Front, name: str) -> dict[str, Any]:
-    info = front.info
     return {
         "id": name, "object": "model", "created": front.created, "owned_by": "minirt", "root": front.options.model_id,
-        "parent": None, "max_model_len": None if info is None else info.max_len,
+        "parent": None, "max_model_len": None if front.loaded is None else front.loaded[1].max_len,
     }  # fmt: skip
 
 
-async def models(front: Front, exchange: Exchange) -> None:
+async def models(front: Front, exchange: Exchange) -> dict[str, Any]:
     front.check_ready()
-    await exchange.answer({"object": "list", "data": [_card(front, name) for name in front.options.names]})
+    return {"object": "list", "data": [_card(front, name) for name in front.options.names]}
 
 
-async def model(front: Front, exchange: Exchange) -> None:
+async def model(front: Front, exchange: Exchange) -> dict[str, Any]:
     name = exchange.path.removeprefix(_MODELS)  # it may contain slashes
     front.check_model(name)
-    await exchange.answer(_card(front, name))
+    return _card(front, name)
 
 
 async def health(front: Front, exchange: Exchange) -> None:
@@ -38,48 +38,40 @@ async def health(front: Front, exchange: Exchange) -> None:
     await exchange.answer(b"", content_type=b"text/plain")
 
 
-async def version(front: Front, exchange: Exchange) -> None:
-    await exchange.answer({"version": minirt.__version__})
+async def version(front: Front, exchange: Exchange) -> dict[str, str]:
+    return {"version": minirt.__version__}
 
 
 async def metrics(front: Front, exchange: Exchange) -> None:
     stats = None
-    try:
-        if front.info is not None:
-            stats = await asyncio.wait_for(front.engine.stats(), _STATS_SECONDS)
-    except (MinirtError, TimeoutError):  # the front's own metrics are still of use
-        pass
+    with suppress(MinirtError, TimeoutError):  # the front's own metrics are still of use
+        if front.loaded is not None:
+            stats = (await asyncio.wait_for(front.engine.ask(), _STATS_SECONDS)).stats
     await exchange.answer(front.metrics.exposition(stats), content_type=CONTENT_TYPE.encode())
 
 
-async def load(front: Front, exchange: Exchange) -> None:
+async def load(front: Front, exchange: Exchange) -> dict[str, int]:
     """Requests that are being answered, without this one."""
-    await exchange.answer({"server_load": len(front.exchanges) - 1})
+    return {"server_load": len(front.exchanges) - 1}
 
 
-async def server_info(front: Front, exchange: Exchange) -> None:
-    _, info = front.check_ready()
-    options = front.options
-    await exchange.answer(
-        info.facts
-        | {
-            "version": minirt.__version__, "model_path": options.model_id, "served_model_name": options.names[0],
-            "warm_prompts": list(info.facts.get("warm_prompts", {}).values()),
-            "max_model_len": info.max_len, "max_num_seqs": info.max_num_seqs, "vocab_size": info.vocab_size,
-            "stream_interval": options.stream_interval, "status": front.state,
-        }
-    )  # fmt: skip
+async def server_info(front: Front, exchange: Exchange) -> dict[str, Any]:
+    (_, info), options = front.check_ready(), front.options
+    return info.facts | {
+        "version": minirt.__version__, "model_path": options.model_id, "served_model_name": options.names[0],
+        "warm_prompts": list(info.facts.get("warm_prompts", {}).values()),
+        "max_model_len": info.max_len, "max_num_seqs": info.max_num_seqs, "vocab_size": info.vocab_size,
+        "stream_interval": options.stream_interval, "status": front.state,
+    }  # fmt: skip
 
 
-async def model_info(front: Front, exchange: Exchange) -> None:
-    _, info = front.check_ready()
-    await exchange.answer(
-        {
-            "model_path": front.options.model_id, "tokenizer_path": front.options.model_id, "is_generation": True,
-            "served_model_name": front.options.names[0], "max_model_len": info.max_len, "vocab_size": info.vocab_size,
-            "has_chat_template": front.tokenizer is not None and front.tokenizer.has_chat_template,
-        }
-    )  # fmt: skip
+async def model_info(front: Front, exchange: Exchange) -> dict[str, Any]:
+    (_, info), options = front.check_ready(), front.options
+    return {
+        "model_path": options.model_id, "tokenizer_path": options.model_id, "is_generation": True,
+        "served_model_name": options.names[0], "max_model_len": info.max_len, "vocab_size": info.vocab_size,
+        "has_chat_template": front.tokenizer is not None and front.tokenizer.has_chat_template,
+    }  # fmt: skip
 
 
 ROUTES = {

@@ -1,14 +1,14 @@
 """Answers, whole or streamed: what the APIs share.
 
-`endpoint` makes the handler of an API from what prepares its answers. `ChoicesAnswer` is for the APIs whose answers have choices,
+`send` sends what a handler returns. `ChoicesAnswer` is for the APIs whose answers have choices,
 `ReplyAnswer` for those that tell one reply in events of several types.
 """
 
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from minirt.engine.request import TokenLogprobs
 from minirt.outputs import Completion
@@ -32,39 +32,33 @@ class Answer:
     Attributes:
         call: the engine's requests.
         streams: whether the answer is a stream of events.
+
+    A subclass has these methods:
+        whole: the body of an answer that is no stream, from its completions in the order of the call's streams.
+        add: events with what a choice has that was not sent yet.
+        end: the last events.
     """
+
+    whole: Callable[[Sequence[Completion]], Any]
+    add: Callable[[Choice], Iterable[bytes]]
+    end: Callable[[], bytes]
 
     def __init__(self, call: Call, streams: bool | None) -> None:
         self.call, self.streams = call, bool(streams)
-
-    def whole(self, completions: Sequence[Completion]) -> Any:
-        """The body of an answer that is no stream. `completions`: in the order of the call's streams."""
-        raise NotImplementedError
 
     def begin(self) -> bytes:
         """The events before the first text."""
         return b""
 
-    def add(self, choice: Choice) -> Iterable[bytes]:
-        """Events with what a choice has that was not sent yet."""
-        raise NotImplementedError
 
-    def end(self) -> bytes:
-        """The last events."""
-        raise NotImplementedError
-
-
-def endpoint(prepare: Callable[[Front, Exchange], Awaitable[Answer]]) -> Callable[[Front, Exchange], Awaitable[None]]:
-    """The handler of an API that generates. `prepare` reads the request."""
-
-    async def handle(front: Front, exchange: Exchange) -> None:
-        answer = await prepare(front, exchange)
-        if answer.streams:
-            await _stream(front, exchange, answer)
-        else:
-            await exchange.answer(answer.whole(await _collect(front, exchange, answer.call)))
-
-    return handle
+async def send(front: Front, exchange: Exchange, content: Any) -> None:
+    """Send what a handler returns: an `Answer`, or the body of one."""
+    if not isinstance(content, Answer):
+        await exchange.answer(content)
+    elif content.streams:
+        await _stream(front, exchange, content)
+    else:
+        await exchange.answer(content.whole(await _collect(front, exchange, content.call)))
 
 
 async def _stream(front: Front, exchange: Exchange, answer: Answer) -> None:
@@ -103,41 +97,41 @@ async def _collect(front: Front, exchange: Exchange, call: Call) -> list[Complet
     return [choice.stream.completion for choice in generation.choices]
 
 
-class EventForm(NamedTuple):
-    """The `object` of an event; what is before and after the text, or a delta, of a choice, up to its `logprobs`."""
-
-    object: str
-    before: bytes
-    after: bytes
-
-
 class ChoicesAnswer(Answer):
     """An answer with choices. An event is three joined parts: a constant head, the new text as JSON, and a constant tail.
 
     Attributes:
         only_echo: the answer is about the prompts alone, without the generated tokens.
 
+    A subclass has these methods:
+        choice: a choice that has ended, from its index and its completion.
+        deltas: what a choice's new text adds to the answer: one JSON value for each event. Only if the answer `parses`.
+        logprobs: the `logprobs` of some tokens of a choice, from the place of the first one up to that after the last one.
+
     Args:
         fields: the first fields of the answer.
-        form: of its events.
+        chunk: the `object` of its events.
+        frame: what is before and after the text, or a delta, of a choice in an event, up to its `logprobs`.
         tokenizer: None if the model has none. Its events have no text, but there are as many.
         wants_logprobs: whether events have the log-probabilities of their tokens.
         parses: whether `deltas` are sent instead of the text.
     """
 
     only_echo = False
+    choice: Callable[[int, Completion], dict[str, Any]]
+    deltas: Callable[[Choice], list[bytes]]
+    logprobs: Callable[[Choice, int, int], Any]
 
     def __init__(
-        self, front: Front, call: Call, request: SamplingRequest, fields: dict[str, Any], form: EventForm,
+        self, front: Front, call: Call, request: SamplingRequest, fields: dict[str, Any], chunk: str, frame: tuple[bytes, bytes],
         tokenizer: Tokenizer | None, *, wants_logprobs: bool, parses: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(call, request.stream)
-        chunk, before, after = form
         self.fields = fields | {"created": int(time.time()), "model": front.options.names[0]}
         self.tokenizer, self.wants_logprobs, self.parses = tokenizer, wants_logprobs, parses
         self.start = b"data: " + encode_json(self.fields | {"object": chunk})[:-1] + b',"choices":['
-        self._heads = [self.start + b'{"index":%d,%b' % (index, before) for index in range(len(call.streams))]
-        self._after, self._tail = after, after + b',"logprobs":null,"finish_reason":null}]}\n\n'
+        self._heads = [self.start + b'{"index":%d,%b' % (index, frame[0]) for index in range(len(call.streams))]
+        self._after, self._tail = frame[1], frame[1] + b',"logprobs":null,"finish_reason":null}]}\n\n'
         usage = request.stream_options or StreamOptions()
         self._continuous, self._tells_usage = usage.continuous_usage_stats, usage.include_usage or usage.continuous_usage_stats
         self._is_plain, self._without_text = not (wants_logprobs or self._continuous), tokenizer is None
@@ -147,25 +141,13 @@ class ChoicesAnswer(Answer):
         choices = [self.choice(index, completion) for index, completion in enumerate(completions)]
         return self.fields | {"choices": choices, "usage": usage_of(self.call, self.only_echo)}
 
-    def choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        """A choice that has ended."""
-        raise NotImplementedError
-
     def opening(self, choice: Choice) -> bytes:
         """The events before the first text of a choice."""
         return b""
 
-    def deltas(self, choice: Choice) -> list[bytes]:
-        """What a choice's new text adds to the answer: one JSON value for each event. Only if the answer `parses`."""
-        raise NotImplementedError
-
     def finish_reason(self, index: int, reason: str | None) -> str | None:
         """Why a choice has ended, by the reason of its completion; None while it runs. Called after `deltas`."""
         return reason
-
-    def logprobs(self, choice: Choice, start: int, stop: int) -> Any:
-        """The `logprobs` of the tokens `start` to `stop` of a choice."""
-        raise NotImplementedError
 
     def add(self, choice: Choice) -> list[bytes]:
         index, text = choice.index, choice.text
@@ -210,17 +192,25 @@ class ReplyAnswer(Answer):
     Attributes:
         parts: those that have begun, as the API writes them.
         kind: of the part that grows: "text", "reasoning" or "call"; "": it has ended.
+
+    A subclass has these methods; those of parts return the stream's events:
+        message: the body of the answer, whose reply has ended.
+        open_part: adds a part of this `kind` to `parts`, from the start of a tool call if it is one.
+        delta: the part grows by a text.
+        close_part: the part ends with this whole text; whether it is complete.
     """
+
+    message: Callable[[], dict[str, Any]]
+    open_part: Callable[[ToolCallStart | None], list[StreamEvent]]
+    delta: Callable[[str], StreamEvent]
+    close_part: Callable[[str, bool], list[StreamEvent]]
 
     def __init__(self, prepared: Prepared, streams: bool | None) -> None:
         super().__init__(prepared.call, streams)
+        self.completion = prepared.call.streams[0].completion
         self._reader, self._texts = ReplyReader(prepared), list[str]()
         self.parts: list[StreamEvent] = []
         self.kind = ""
-
-    @property
-    def completion(self) -> Completion:
-        return self.call.streams[0].completion
 
     def add(self, choice: Choice) -> list[bytes]:
         return list(map(self.encode, self.grow(self._reader.read(choice.text, choice.finish_reason is not None))))
@@ -228,10 +218,6 @@ class ReplyAnswer(Answer):
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         self.grow(self._reader.read(self.completion.text, ended=True))
         return self.message()
-
-    def message(self) -> dict[str, Any]:
-        """The body of the answer, whose reply has ended."""
-        raise NotImplementedError
 
     def grow(self, events: Iterable[Event]) -> list[StreamEvent]:
         """Add events of the reply to the parts. Returns the stream's events."""
@@ -253,18 +239,6 @@ class ReplyAnswer(Answer):
         events = self.close_part("".join(self._texts), complete) if self.kind else []
         self.kind = ""
         return events
-
-    def open_part(self, call: ToolCallStart | None) -> list[StreamEvent]:
-        """Add a part of this kind to `parts`. `call`: the start of a tool call. Returns the stream's events."""
-        raise NotImplementedError
-
-    def delta(self, text: str) -> StreamEvent:
-        """The part grows."""
-        raise NotImplementedError
-
-    def close_part(self, text: str, complete: bool) -> list[StreamEvent]:
-        """The part ends with this whole text."""
-        raise NotImplementedError
 
     def encode(self, event: StreamEvent) -> bytes:
         return named_event(event)

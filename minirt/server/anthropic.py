@@ -7,7 +7,7 @@ import msgspec
 
 from minirt.errors import MinirtError
 from minirt.server import protocol
-from minirt.server.answers import Answer, ReplyAnswer, StreamEvent, endpoint, named_event, usage_of
+from minirt.server.answers import Answer, ReplyAnswer, StreamEvent, named_event, usage_of
 from minirt.server.conversation import Conversation, Prepared, prepare, read_parts, render, template_variables
 from minirt.server.errors import bad_field, check_choice, error_type, param_of, shown, status_of
 from minirt.server.exchange import Exchange, encode_json
@@ -16,7 +16,6 @@ from minirt.server.protocol import NO_CHOICES, Common, Positive, answer_form, ch
 from minirt.text.json_checker import completed
 from minirt.text.messages import object_at, text_at
 from minirt.text.reply import ToolCallStart
-from minirt.text.tokenizer import ChatTokens
 from minirt.text.tools import Tool, read_tools
 
 _PATH = "/v1/messages"
@@ -34,6 +33,7 @@ _BLOCK_FIELDS = {
     "redacted_thinking": {"data"},
 }  # fmt: skip
 _TOOL_FIELDS = {"name", "description", "input_schema", "type", "cache_control"}
+# Type of `thinking` → whether the model is to think; None: as its chat template has it.
 _THINKING = {"enabled": True, "disabled": False, "adaptive": None, "between_tools": None}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _REFUSED = {
@@ -83,8 +83,8 @@ def _read(front: Front, exchange: Exchange, body: bytes, kind: type[Body]) -> Bo
     return request
 
 
-def _conversation(front: Front, request: CountTokensRequest, truncates: bool = False) -> Conversation:
-    """A request's conversation. The log names what is ignored. `truncates`: see `Conversation`."""
+def _conversation(front: Front, request: CountTokensRequest) -> Conversation:
+    """A request's conversation. The log names what is ignored."""
     ignored: dict[str, None] = {}
     messages = _messages(request, ignored)
     tools = _tools(request.tools or [], ignored)
@@ -92,10 +92,7 @@ def _conversation(front: Front, request: CountTokensRequest, truncates: bool = F
     variables = _variables(front, request, ignored)
     front.note_unknown(list(ignored), "unsupported parts of requests")
     continues = messages[-1]["role"] == "assistant"
-    truncates = truncates or request.truncate_prompt_tokens is not None
-    return Conversation(
-        messages, tools, choice, parallel, variables, opens_answer=not continues, continues=continues, truncates=truncates,
-    )  # fmt: skip
+    return Conversation(messages, tools, choice, parallel, variables, opens_answer=not continues, continues=continues)
 
 
 _KINDS = {  # of the blocks that a message of a role may have
@@ -224,23 +221,16 @@ def _variables(front: Front, request: CountTokensRequest, ignored: dict[str, Non
     _note(config, {"format", "effort"}, "output_config", ignored)
     hints = {"reasoning_effort": (config.get("effort"), "output_config.effort")}
     variables = template_variables(front, request.chat_template_kwargs, hints)
-    switch = _switch(request.thinking or {}, ignored)
-    if switch is not None and tokenizer.template_uses("enable_thinking"):
-        variables["enable_thinking"] = switch
-    elif switch is not None:
-        ignored["thinking, since the chat template has no enable_thinking"] = None
+    if thinking := request.thinking:
+        kind, budget = check_choice("thinking.type", thinking.get("type"), _THINKING), thinking.get("budget_tokens")
+        if budget is not None and (type(budget) is not int or budget < 1):
+            raise bad_field("thinking.budget_tokens", "not an acceptable value", expected="an integer >= 1", found=shown(budget))
+        _note(thinking, {"type"}, "thinking", ignored)
+        if _THINKING[kind] is not None and tokenizer.template_uses("enable_thinking"):
+            variables["enable_thinking"] = _THINKING[kind]
+        elif _THINKING[kind] is not None:
+            ignored["thinking, since the chat template has no enable_thinking"] = None
     return variables
-
-
-def _switch(thinking: dict[str, Any], ignored: dict[str, None]) -> bool | None:
-    """Whether the model is to think; None: as its chat template has it."""
-    if not thinking:
-        return None
-    kind, budget = check_choice("thinking.type", thinking.get("type"), _THINKING), thinking.get("budget_tokens")
-    if budget is not None and (type(budget) is not int or budget < 1):
-        raise bad_field("thinking.budget_tokens", "not an acceptable value", expected="an integer >= 1", found=shown(budget))
-    _note(thinking, {"type"}, "thinking", ignored)
-    return _THINKING[kind]
 
 
 def _prepare(front: Front, exchange: Exchange, body: bytes) -> Answer:
@@ -254,13 +244,10 @@ def _prepare(front: Front, exchange: Exchange, body: bytes) -> Answer:
     return _MessageAnswer(front, exchange, request, prepared)
 
 
-def _render(front: Front, exchange: Exchange, body: bytes) -> ChatTokens:
-    return render(front, _conversation(front, _read(front, exchange, body, CountTokensRequest), truncates=True))
-
-
-async def _count_tokens(front: Front, exchange: Exchange) -> None:
+def _count_tokens(front: Front, exchange: Exchange, body: bytes) -> dict[str, int]:
     """The number of tokens of a prompt, which may be longer than the model can take."""
-    await exchange.answer({"input_tokens": len(await front.read(exchange, _render))})
+    request = _read(front, exchange, body, CountTokensRequest)
+    return {"input_tokens": len(render(front, _conversation(front, request), any_length=True))}
 
 
 # --- answers ---
@@ -277,10 +264,8 @@ def adopt(exchange: Exchange) -> None:
         content = {"type": error_type(status_of(error), _ERROR_TYPES), "message": text}
         return encode_json({"type": "error", "error": content, "request_id": exchange.id})
 
-    def error_event(error: MinirtError) -> bytes:
-        return b"event: error\ndata: %b\n\n" % error_body(error, exchange.prompt_field)
-
-    exchange.error_body, exchange.error_event = error_body, error_event
+    exchange.error_body = error_body
+    exchange.error_event = lambda error: b"event: error\ndata: %b\n\n" % error_body(error, exchange.prompt_field)
     exchange.headers.append((b"request-id", exchange.id.encode()))
 
 
@@ -294,8 +279,7 @@ _GROWS = {
 class _MessageAnswer(ReplyAnswer):
     def __init__(self, front: Front, exchange: Exchange, request: MessagesRequest, prepared: Prepared) -> None:
         super().__init__(prepared, request.stream)
-        model = front.options.names[0]
-        self._fields = {"id": f"msg_{exchange.id}", "type": "message", "role": "assistant", "model": model}
+        self._fields = {"id": f"msg_{exchange.id}", "type": "message", "role": "assistant", "model": front.options.names[0]}
         self._stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
         self._max_tokens = request.max_tokens
 
@@ -358,7 +342,4 @@ class _MessageAnswer(ReplyAnswer):
         return [*signed, {"type": "content_block_stop", "index": index}]
 
 
-ROUTES = {
-    "POST /v1/messages": endpoint(lambda front, exchange: front.read(exchange, _prepare)),
-    "POST /v1/messages/count_tokens": _count_tokens,
-}
+ROUTES = {"POST /v1/messages": Front.reads(_prepare), "POST /v1/messages/count_tokens": Front.reads(_count_tokens)}

@@ -13,11 +13,13 @@ from typing import Any
 from minirt.errors import MinirtError
 from minirt.foreign_names import similar
 from minirt.server import admin, anthropic, chat, completions, page, responses, tokenization
+from minirt.server.answers import send
 from minirt.server.errors import HTTPError, status_of
 from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
 
-Handler = Callable[[Front, Exchange], Awaitable[None]]
+# A handler returns what `send` takes, or None if it has answered.
+Handler = Callable[[Front, Exchange], Awaitable[Any]]
 # "METHOD path" → handler; "*" at the end stands for any rest. Each module of an API has its own. Those that generate have a
 # time limit.
 _GENERATE: Mapping[str, Handler] = {**chat.ROUTES, **completions.ROUTES, **responses.ROUTES, **anthropic.ROUTES}
@@ -38,8 +40,7 @@ class App:
         for method, path in (route.split(" ") for route in ROUTES if not route.endswith("*")):
             self._methods.setdefault(path, []).append(method)
         self._keys = [key.encode() for key in self._options.api_keys]
-        public = () if self._options.metrics_need_key else ("/metrics",)
-        self._public = {*_PUBLIC, *public}
+        self._public = _PUBLIC if self._options.metrics_need_key else (*_PUBLIC, "/metrics")
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -94,7 +95,8 @@ class App:
             raise HTTPError(405, "the path does not have this method", expected=" or ".join(methods), found=exchange.method)
         timeout = self._options.request_timeout if handler in _GENERATE.values() else None
         async with asyncio.timeout(timeout):
-            await handler(self._front, exchange)
+            if (content := await handler(self._front, exchange)) is not None:
+                await send(self._front, exchange, content)
 
     def _no_such_path(self, path: str) -> HTTPError:
         """The error that names the paths like this one, or those that generate."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from minirt.engine.request import TokenLogprobs
 from minirt.outputs import Completion
-from minirt.server.answers import Answer, ChoicesAnswer, EventForm, endpoint, finite, prompt_rows, token_text, top_of
+from minirt.server.answers import Answer, ChoicesAnswer, finite, prompt_rows, token_text, top_of
 from minirt.server.conversation import Conversation, Prepared, ReplyReader, prepare, template_variables
 from minirt.server.errors import bad_field, check_choice
 from minirt.server.exchange import Exchange, encode_json
@@ -76,10 +76,7 @@ def conversation_of(front: Front, request: Any, tools: Sequence[Tool]) -> Conver
     if continues and messages[-1]["role"] != "assistant":
         raise bad_field("continue_final_message", "needs a last message of the assistant", found=messages[-1]["role"])
     opens = not continues if request.add_generation_prompt is None else request.add_generation_prompt
-    return Conversation(
-        messages, tools, variables=variables, opens_answer=opens, continues=continues,
-        truncates=request.truncate_prompt_tokens is not None,
-    )  # fmt: skip
+    return Conversation(messages, tools, variables=variables, opens_answer=opens, continues=continues)
 
 
 def known_messages(messages: Sequence[dict[str, Any]], front: Front) -> list[dict[str, Any]]:
@@ -139,9 +136,9 @@ class _ChatAnswer(ChoicesAnswer):
         self._count, self._prefix = request.top_logprobs or 0, prepared.last if request.echo else ""
         self._readers = [ReplyReader(prepared) for _ in prepared.call.streams]
         fields = {"id": f"chatcmpl-{exchange.id}", "object": "chat.completion"}
-        form = EventForm("chat.completion.chunk", *((b'"delta":{"content":', b"}") if prepared.is_plain else (b'"delta":', b"")))
+        frame = (b'"delta":{"content":', b"}") if prepared.is_plain else (b'"delta":', b"")
         super().__init__(
-            front, prepared.call, request, fields, form, prepared.tokenizer,
+            front, prepared.call, request, fields, "chat.completion.chunk", frame, prepared.tokenizer,
             wants_logprobs=bool(request.logprobs), parses=not prepared.is_plain,
         )  # fmt: skip
 
@@ -183,4 +180,4 @@ class _ChatAnswer(ChoicesAnswer):
         return {"token": text, "logprob": finite(logprob), "bytes": data}
 
 
-ROUTES = {"POST /v1/chat/completions": endpoint(lambda front, exchange: front.read(exchange, _prepare))}
+ROUTES = {"POST /v1/chat/completions": Front.reads(_prepare)}

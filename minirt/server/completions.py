@@ -7,7 +7,7 @@ from minirt.engine.request import TokenLogprobs
 from minirt.outputs import Completion
 from minirt.processor import Call, decoder_after
 from minirt.sampling_params import MAX_LOGPROBS
-from minirt.server.answers import Answer, ChoicesAnswer, EventForm, endpoint, finite, prompt_rows, token_text, top_of
+from minirt.server.answers import Answer, ChoicesAnswer, finite, prompt_rows, token_text, top_of
 from minirt.server.errors import bad_field, shown
 from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
@@ -113,7 +113,7 @@ class _CompletionAnswer(ChoicesAnswer):
     ) -> None:
         fields = {"id": f"cmpl-{exchange.id}", "object": "text_completion"}
         super().__init__(
-            front, call, request, fields, EventForm("text_completion", b'"text":', b""), front.tokenizer,
+            front, call, request, fields, "text_completion", (b'"text":', b""), front.tokenizer,
             wants_logprobs=request.logprobs is not None,
         )  # fmt: skip
         # A request for the prompt's log-probabilities alone generates a token that is not in the answer.
@@ -191,9 +191,8 @@ class _CompletionAnswer(ChoicesAnswer):
 
     def _top(self, row: TokenLogprobs) -> dict[str, float]:
         """The most probable tokens by their text, and the token itself."""
-        top = reversed(top_of(row, int(self._request.logprobs or 0)))
-        texts = {token_text(self.tokenizer, row.token_id): finite(row.logprob)}
-        return texts | {token_text(self.tokenizer, token): logprob for token, logprob in top}
+        top = [(row.token_id, finite(row.logprob)), *reversed(top_of(row, int(self._request.logprobs or 0)))]
+        return {token_text(self.tokenizer, token): logprob for token, logprob in top}
 
 
-ROUTES = {"POST /v1/completions": endpoint(_prepare)}
+ROUTES = {"POST /v1/completions": _prepare}

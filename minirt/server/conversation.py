@@ -12,7 +12,7 @@ from minirt.server.exchange import Exchange
 from minirt.server.front import Front
 from minirt.server.protocol import MAX_VARIABLES, Common, check_texts, sampling_params
 from minirt.text.messages import checked_messages, object_at, text_at
-from minirt.text.reply import ContentDelta, Event, Parser, ReasoningDelta, ReplyParser
+from minirt.text.reply import ContentDelta, Event, Parser, ReplyParser, ToolCallStart
 from minirt.text.reply_format import ReplyFormat
 from minirt.text.tokenizer import ChatTokens, Tokenizer
 from minirt.text.tools import Tool, call_schema, chosen
@@ -30,7 +30,6 @@ class Conversation:
         variables: of the chat template; see `template_variables`.
         opens_answer: whether the prompt ends with the assistant's header.
         continues: whether the model continues the last message, which is the assistant's.
-        truncates: whether the prompt may be too long, because its beginning is cut off.
     """
 
     messages: list[dict[str, Any]]
@@ -40,7 +39,6 @@ class Conversation:
     variables: Mapping[str, Any] = field(default_factory=dict)
     opens_answer: bool = True
     continues: bool = False
-    truncates: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,21 +67,15 @@ class ReplyReader:
     """Reads one answer, whole or in pieces. `calls`: whether there was a tool call."""
 
     def __init__(self, prepared: Prepared) -> None:
-        self._parser, self._parallel, self._forces = prepared.parse(), prepared.parallel, prepared.forces
-        self.calls = False
+        self._prepared, self._parser, self.calls = prepared, prepared.parse(), False
 
     def read(self, text: str, ended: bool) -> list[Event]:
         """What new text adds to the answer. `ended`: it is the last."""
         events = self._parser.feed(text) + (self._parser.finish() if ended else [])
-        return [event for event in events if self._counts(event)]
-
-    def _counts(self, event: Event) -> bool:
-        if isinstance(event, ContentDelta):  # of forced calls: what stood before the first one when the answer was cut off
-            return not self._forces
-        if isinstance(event, ReasoningDelta):
-            return True
-        self.calls = True
-        return event.index == 0 or self._parallel
+        self.calls = self.calls or any(isinstance(event, ToolCallStart) for event in events)
+        if self._prepared.forces:  # content is what stood before the first call when the answer was cut off
+            events = [event for event in events if not isinstance(event, ContentDelta)]
+        return events if self._prepared.parallel else [event for event in events if getattr(event, "index", 0) == 0]
 
 
 def template_variables(front: Front, given: Mapping[str, Any] | None, hints: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
@@ -130,14 +122,14 @@ def read_parts(content: Any, place: str, kinds: Collection[str], name: str = "pa
     return content
 
 
-def render(front: Front, conversation: Conversation) -> ChatTokens:
-    """The prompt of a conversation. Not for the event loop's thread."""
+def render(front: Front, conversation: Conversation, any_length: bool = False) -> ChatTokens:
+    """The prompt of a conversation. Not for the event loop's thread. `any_length`: it may be longer than the model can take."""
     processor, _ = front.check_ready()
     tokenizer, messages = processor.text(), conversation.messages
     if not tokenizer.has_chat_template:
         checked_messages(messages)
         raise InputError("the model has no chat template", where="messages", hint="send a prompt to /v1/completions")
-    limit = None if conversation.truncates else processor.limit(None)
+    limit = None if any_length else processor.limit(None)
     return tokenizer.encode_chat(
         messages, limit, with_history=processor.engine.keeps_states, tools=[tool.value for tool in conversation.tools] or None,
         add_generation_prompt=conversation.opens_answer, continue_final_message=conversation.continues,
@@ -165,7 +157,7 @@ def prepare(
     processor, _ = front.check_ready()
     form, tokenizer, tools, choice = front.reply_format, processor.text(), conversation.tools, conversation.tool_choice
     _check_tools(form, tokenizer, tools, choice)
-    prompt = render(front, conversation)
+    prompt = render(front, conversation, any_length=request.truncate_prompt_tokens is not None)
     last = checked_messages(conversation.messages[-1:])[0]["content"]
     continued = last if conversation.continues else ""
     forces = choice not in (None, "none", "auto")
@@ -190,8 +182,7 @@ def prepare(
     if max_tokens is None:
         max_tokens = _room(front, len(prompt), request.truncate_prompt_tokens)
     sampling = sampling_params(request, renamed, max_tokens=max_tokens, **params)
-    priority = request.priority or 0
-    call = processor.prepare([prompt], sampling, priority, single=False, cache_salt=request.cache_salt)
+    call = processor.prepare([prompt], sampling, request.priority or 0, single=False, cache_salt=request.cache_salt)
     return Prepared(last, call, tokenizer, parse, is_plain, conversation.parallel, forces)
 
 

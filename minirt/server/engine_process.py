@@ -11,6 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -69,11 +70,9 @@ def main(descriptor: int) -> int:
         connection.send(wire.Failed(named(error, "the model cannot be loaded")))
         return 1
     server = _Server(connection, generator)
-    try:
+    with suppress(ConnectionError):
         for message in messages:
             server.handle(message)
-    except ConnectionError:
-        pass
     generator.close()
     return 0
 

@@ -95,8 +95,7 @@ def param_of(error: MinirtError, prompt_field: str | None) -> str | None:
         return error.param
     if isinstance(error, TokenizerError):
         return prompt_field
-    field = str(error.where or "").partition(", /")[0]  # without the place in a schema
-    name = field.rpartition(", ")[2].removeprefix("SamplingParams.")
+    name = str(error.where or "").partition(", /")[0].rpartition(", ")[2].removeprefix("SamplingParams.")  # no place in a schema
     if not isinstance(error, InputError) and not name.startswith("structured_outputs"):
         return None
     named = re.fullmatch(r"[a-z_]+(\.[a-z_]+|\[[0-9]+\])*", name) and not name.startswith("prompts[")
@@ -108,8 +107,7 @@ def error_fields(error: MinirtError, prompt_field: str | None = None) -> dict[st
     code = error.code if isinstance(error, HTTPError) else None
     if isinstance(error, ContextLengthError):
         code = "context_length_exceeded"
-    kind, param = error_type(status_of(error)), param_of(error, prompt_field)
-    return {"message": str(error), "type": kind, "param": param, "code": code}
+    return {"message": str(error), "type": error_type(status_of(error)), "param": param_of(error, prompt_field), "code": code}
 
 
 def error_body(error: MinirtError, prompt_field: str | None = None) -> bytes:

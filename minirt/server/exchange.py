@@ -14,9 +14,7 @@ from minirt.server.json_size import check_size
 BODY_SECONDS = 60  # how long the upload of a body may take
 ERROR_SECONDS = 5  # how long a stream waits until its client takes its error
 _JSON = (b"content-type", b"application/json")
-_EVENTS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"),
-)  # fmt: skip
+_EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 encode_json = msgspec.json.Encoder().encode
 
 

@@ -4,7 +4,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +39,7 @@ class Front:
     """The state of the front process.
 
     Attributes:
-        processor, info: once the model is loaded.
+        loaded: the processor and the model's limits, once it is loaded.
         folder: of the model's files, once it is known.
         reply_format: how answers of chats are read.
         draining: whether new requests are refused, because the server is about to end.
@@ -53,9 +53,8 @@ class Front:
     metrics: Metrics
     created: int
     folder: str | None = None
-    processor: Processor | None = None
+    loaded: tuple[Processor, Ready] | None = None
     tokenizer: Tokenizer | None = None
-    info: Ready | None = None
     reply_format: ReplyFormat = field(default_factory=ReplyFormat)
     draining: bool = False
     exchanges: set[Exchange] = field(default_factory=set)
@@ -83,10 +82,8 @@ class Front:
             sys.stderr.write(f"minirt: {printable(note)}\n")
         info = await self.engine.ready
         name = self.options.names[0]
-        self.processor = Processor(
-            self.engine, name, self.tokenizer, info.generation_config, info.eos_token_ids, info.vocab_size
-        )
-        self.info = info
+        processor = Processor(self.engine, name, self.tokenizer, info.generation_config, info.eos_token_ids, info.vocab_size)
+        self.loaded = processor, info
         if not self.options.quiet:
             for file, kept in info.facts.get("warm_prompts", {}).items():
                 sys.stderr.write(f"minirt: {printable(file)}: {kept} tokens are kept for prompts that begin with them\n")
@@ -98,17 +95,17 @@ class Front:
             return "failed"
         if self.draining:
             return "draining"
-        return "loading" if self.info is None else "ready"
+        return "loading" if self.loaded is None else "ready"
 
     def check_ready(self) -> tuple[Processor, Ready]:
         """The processor and the model's limits. Raises 503 while the model is loaded or the server drains, and after the end."""
         state = self.state
-        if state != "ready" or self.processor is None or self.info is None:
-            if state == "failed":
-                raise HTTPError(503, "the engine has failed, and the server is ending", found=str(self.engine.ended.result()))
-            what = "the model is being loaded" if state == "loading" else "the server is ending, and takes no new requests"
-            raise HTTPError(503, what, retry_after=5 if state == "loading" else None)
-        return self.processor, self.info
+        if state == "ready" and self.loaded is not None:
+            return self.loaded
+        if state == "failed":
+            raise HTTPError(503, "the engine has failed, and the server is ending", found=str(self.engine.ended.result()))
+        what = "the model is being loaded" if state == "loading" else "the server is ending, and takes no new requests"
+        raise HTTPError(503, what, retry_after=5 if state == "loading" else None)
 
     def check_model(self, name: str | None) -> None:
         """Raise 404 unless it is a name of the model. None is."""
@@ -130,9 +127,14 @@ class Front:
         self.check_ready()
         return await exchange.body(self.options.max_body_size)
 
-    async def read(self, exchange: Exchange, function: "Callable[[Front, Exchange, bytes], T]") -> T:
-        """What a function makes of the body of a request, in another thread."""
-        return await self.in_thread(function, self, exchange, await self.body(exchange))
+    @staticmethod
+    def reads(function: "Callable[[Front, Exchange, bytes], T]") -> "Callable[[Front, Exchange], Awaitable[T]]":
+        """The handler that returns what a function makes of the body of a request, in another thread."""
+
+        async def handler(front: Front, exchange: Exchange) -> T:
+            return await front.in_thread(function, front, exchange, await front.body(exchange))
+
+        return handler
 
     async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
@@ -151,8 +153,7 @@ class Front:
         new = [name for name in short if name not in self._noted][: _MAX_NOTED - len(self._noted)]
         if new:
             self._noted.update(new)
-            shown = ", ".join(map(printable, new))
-            sys.stderr.write(f"minirt: {what} are ignored: {shown}\n")
+            sys.stderr.write(f"minirt: {what} are ignored: {', '.join(map(printable, new))}\n")
 
     async def close(self) -> None:
         """End the engine's process."""

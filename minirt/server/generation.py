@@ -85,7 +85,7 @@ class Generation:
         running, unread = dict(self._call.open), 0
         try:
             # Not asyncio.timeout: before Python 3.11.3 it cannot end in a task that is being cancelled, as this one is.
-            counts = await asyncio.wait_for(engine.num_tokens(list(running)), _COUNT_SECONDS)
+            counts = (await asyncio.wait_for(engine.ask(list(running)), _COUNT_SECONDS)).counts
         except (MinirtError, TimeoutError):
             return None
         for (request_id, stream), count in zip(running.items(), counts, strict=True):

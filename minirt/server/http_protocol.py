@@ -81,14 +81,6 @@ class HTTPProtocol(HttpToolsProtocol):
         # With it, the application can drop a reader that does not read.
         self.scope["extensions"] = {"minirt": {"transport": self.transport}}  # type: ignore[typeddict-unknown-key]
 
-    def on_url(self, url: bytes) -> None:
-        if not self._skips:
-            super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._skips:
-            super().on_header(name, value)
-
     def on_headers_complete(self) -> None:
         if not self._skips:
             self._end_head()
@@ -153,7 +145,7 @@ class HTTPProtocol(HttpToolsProtocol):
         """
         framing = [f"{name.decode()}: {value.decode('latin-1')}\r\n" for name, value in self.headers if name in _FRAMING]
         self.parser = httptools.HttpRequestParser(self)
-        self._skips = True
+        self._skips, self.headers = True, []  # the request keeps its own list
         self.parser.feed_data("".join(["POST / HTTP/1.1\r\n", *framing, "\r\n"]).encode("latin-1"))
         self._skips = False
 

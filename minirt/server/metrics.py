@@ -5,6 +5,7 @@ The front counts in plain attributes, because it counts every token. `exposition
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -27,8 +28,8 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 class Histogram:
     """Counts of values between bounds."""
 
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
+    def __init__(self, name: str, help_text: str, bounds: Sequence[float]) -> None:
+        self._name, self._help, self._bounds = name, help_text, bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
@@ -36,13 +37,10 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
-    def metric(self, name: str, help_text: str, model: str) -> Metric:
-        buckets, total = [], 0
-        for bound, count in zip((*map(str, map(float, self._bounds)), "+Inf"), self._counts, strict=True):
-            total += count
-            buckets.append((bound, total))
-        family = HistogramMetricFamily(name, help_text, labels=["model_name"])
-        family.add_metric([model], buckets, self._sum)
+    def metric(self, model: str) -> Metric:
+        bounds = (*map(str, map(float, self._bounds)), "+Inf")
+        family = HistogramMetricFamily(f"vllm:{self._name}", self._help, labels=["model_name"])
+        family.add_metric([model], list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
         return family
 
 
@@ -53,9 +51,14 @@ class Metrics:
         self.model = model
         self.prompt_tokens = self.generation_tokens = 0
         self.finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
-        self.time_to_first_token, self.inter_token_latency = Histogram(_FIRST_TOKEN), Histogram(_TOKEN)
-        self.e2e_latency, self.queue_time = Histogram(_REQUEST), Histogram(_REQUEST)
-        self.request_prompt_tokens, self.request_generation_tokens = Histogram(_TOKENS), Histogram(_TOKENS)
+        what = "From the arrival of a request to its first token."
+        self.time_to_first_token = Histogram("time_to_first_token_seconds", what, _FIRST_TOKEN)
+        self.inter_token_latency = Histogram("inter_token_latency_seconds", "Between two tokens of a request.", _TOKEN)
+        what = "From the arrival of a request to its last token."
+        self.e2e_latency = Histogram("e2e_request_latency_seconds", what, _REQUEST)
+        self.queue_time = Histogram("request_queue_time_seconds", "Until the first step of a request.", _REQUEST)
+        self.request_prompt_tokens = Histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+        self.request_generation_tokens = Histogram("request_generation_tokens", "Generated tokens of a request.", _TOKENS)
         self._registry = CollectorRegistry()
         self._registry.register(self)  # type: ignore[arg-type]  # a collector is anything with `collect`
         self._engine: EngineStats | None = None
@@ -95,12 +98,4 @@ class Metrics:
         yield metric(Counter, "prompt_tokens", "Tokens of prompts.", self.prompt_tokens)
         yield metric(Counter, "generation_tokens", "Generated tokens.", self.generation_tokens)
         yield metric(Counter, "request_success", "Finished requests, by reason.", self.finished, "finished_reason")
-        for name, help_text, histogram in (
-            ("time_to_first_token_seconds", "From the arrival of a request to its first token.", self.time_to_first_token),
-            ("inter_token_latency_seconds", "Between two tokens of a request.", self.inter_token_latency),
-            ("e2e_request_latency_seconds", "From the arrival of a request to its last token.", self.e2e_latency),
-            ("request_queue_time_seconds", "Until the first step of a request.", self.queue_time),
-            ("request_prompt_tokens", "Prompt tokens of a request.", self.request_prompt_tokens),
-            ("request_generation_tokens", "Generated tokens of a request.", self.request_generation_tokens),
-        ):
-            yield histogram.metric(f"vllm:{name}", help_text, self.model)
+        yield from (value.metric(self.model) for value in vars(self).values() if isinstance(value, Histogram))

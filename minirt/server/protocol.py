@@ -40,9 +40,13 @@ _TYPES_OF: dict[Any, Any] = {
     str | Sequence[str] | None: str | list[str] | None,
     Mapping[int, float] | Mapping[str, float] | None: dict[str, float] | None,
 }  # fmt: skip
-_FIELDS: Any = msgspec.defstruct(
-    "SettingsFields", [(name, _TYPES_OF[record.type], None) for name, record in SETTINGS.items()], kw_only=True
-)
+# Fields without effect here: they are about the service of others.
+_WITHOUT_EFFECT = {
+    **dict.fromkeys(("user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), str | None),
+    **dict.fromkeys(("metadata", "prompt_cache_options"), Any), "store": bool | None,
+}  # fmt: skip
+_TYPED = {name: _TYPES_OF[record.type] for name, record in SETTINGS.items()} | _WITHOUT_EFFECT
+_FIELDS: Any = msgspec.defstruct("CommonFields", [(name, kind, None) for name, kind in _TYPED.items()], kw_only=True)
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -61,15 +65,6 @@ class Common(_FIELDS, msgspec.Struct, kw_only=True):
     priority: Int | None = None
     cache_salt: str | None = None
     structured_outputs: Any = None
-    # Without effect here: they are about the service of others.
-    user: str | None = None
-    metadata: Any = None
-    store: bool | None = None  # nothing is stored
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: Any = None
 
 
 class SamplingRequest(Common, kw_only=True):
@@ -123,8 +118,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("n", "best_of", "length_penalty"), (1,)), "spaces_between_special_tokens": (True,), "suffix": ("",),
     "modalities": (["text"], []), "top_logprobs": (0,), "truncation": ("disabled",), "reasoning_effort": ("none",),
 }  # fmt: skip
-_FREE = (Any, list[Any], dict[str, Any])  # types of fields that may be nested at will
-_PROMPTS = ("prompt", "input")  # are checked as what they are
+_PROMPTS = ("prompt", "input", "messages", "tokens")  # are checked as what they are
 _LIMITS = {"max_tokens", "max_completion_tokens", "max_output_tokens"}
 
 
@@ -141,20 +135,16 @@ def decode(front: Front, exchange: Exchange, body: bytes, kind: type[Body], refu
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise HTTPError(400, f"the body is not JSON: {error}", param="body") from None
     known = _fields(kind)
-    unknown = []
-    for name in value.keys() - known.keys():
-        if name not in refused:
-            unknown.append(name)
-        elif not _is_neutral(name, value[name]):
+    for name in (value.keys() & refused.keys()) - known.keys():
+        if not _is_neutral(name, value[name]):
             raise bad_field(name, refused[name], found=shown(value[name]))
-    front.note_unknown(unknown)
+    front.note_unknown(list(value.keys() - known.keys() - refused.keys()))
     for name in known.keys() & _LIMITS & value.keys():
         if value[name] == -1:  # no limit, as for other servers
             value[name] = front.check_ready()[1].max_len
     request = convert(value, kind)
-    for name, types in known.items():
-        if not types.isdisjoint(_FREE) and name not in _PROMPTS:
-            check_nesting(name, getattr(request, name))
+    for name in (known.keys() & value.keys()).difference(_PROMPTS):
+        check_nesting(name, value[name])
     if isinstance(request, Common):
         _check_limits(request)
     front.check_model(value.get("model"))
@@ -182,9 +172,9 @@ def convert(value: dict[str, Any], kind: type[Body]) -> Body:
             raise bad_field(field[:100], "is missing") from None
         if got := re.fullmatch("Expected `(.*)`, got `(.*)`", what):
             raise bad_field(field[:100], "wrong type", expected=_in_words(got[1]), found=_in_words(got[2])) from None
-        if "`int`" in what and (limits := _limits(kind, field)) is not None:
-            expected = f"an integer >= {limits.ge}" if limits.le == 2**53 else f"an integer from {limits.ge} to {limits.le}"
-            raise bad_field(field, "not an acceptable value", expected=expected, found=shown(value[field])) from None
+        if bound := re.fullmatch("Expected `int` ([<>]= .*)", what):
+            given = shown(value[field]) if field in value else None
+            raise bad_field(field[:100], "not an acceptable value", expected=f"an integer {bound[1]}", found=given) from None
         raise HTTPError(400, what[:300], param=field[:100]) from None
 
 
@@ -204,15 +194,7 @@ def _in_words(types: str) -> str:
 @functools.cache
 def _fields(kind: type) -> dict[str, set[Any]]:
     """The types of each field."""
-    hints = get_type_hints(kind).items()
-    return {name: {hint, *(() if get_origin(hint) is list else get_args(hint))} for name, hint in hints}
-
-
-def _limits(kind: type, name: str) -> Meta | None:
-    """The range of a field of integers; None: it is no such field, or any integer will do."""
-    hint = get_type_hints(kind, include_extras=True).get(name)
-    limits = [limit for option in (hint, *get_args(hint)) for limit in getattr(option, "__metadata__", ())]
-    return next((limit for limit in limits if limit.ge >= 0), None)
+    return {name: {hint, *(() if get_origin(hint) is list else get_args(hint))} for name, hint in get_type_hints(kind).items()}
 
 
 def _check_limits(request: Common) -> None:

@@ -8,10 +8,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from minirt.engine.port import Sink, Sinks
-from minirt.engine.request import EngineStats, Request
+from minirt.engine.request import Request
 from minirt.errors import EngineError, MinirtError
 from minirt.server import wire
 
@@ -66,17 +67,15 @@ class RemoteEngine(asyncio.Protocol):
         engine._send(start)
         return engine
 
-    # ── an `EngineLike` for the `Processor` ──
+    # ── an `EngineLike` for the `Processor`, which is made when the model is ready ──
 
     @property
     def max_len(self) -> int:
-        if not self.ready.done():
-            raise EngineError("the model is being loaded", hint="ask /health")
         return self.ready.result().max_len
 
     @property
     def keeps_states(self) -> bool:
-        return self.ready.done() and self.ready.result().keeps_states
+        return self.ready.result().keeps_states
 
     def new_id(self) -> int:
         return next(self._ids)
@@ -98,20 +97,13 @@ class RemoteEngine(asyncio.Protocol):
         if (known := self._sinks.drop(request_ids)) and self._failure is None:
             self._send(wire.Abort(known))
 
-    async def stats(self) -> EngineStats:
-        """Ask for the engine's state. It answers between two steps."""
-        return (await self._ask([])).stats
-
-    async def num_tokens(self, request_ids: list[int]) -> list[int]:
-        """Ask how many tokens requests have generated; 0 if a request has ended. The engine answers between two steps."""
-        return (await self._ask(request_ids)).counts
-
-    async def _ask(self, request_ids: list[int]) -> wire.EngineState:
+    async def ask(self, request_ids: Sequence[int] = ()) -> wire.EngineState:
+        """Ask for the engine's state, and how many tokens requests have generated. It answers between two steps."""
         if self._failure is not None:
             raise self._failure.copy()
         answer: asyncio.Future[wire.EngineState] = asyncio.get_running_loop().create_future()
         self._asking.append(answer)
-        self._send(wire.Ask(request_ids))
+        self._send(wire.Ask(list(request_ids)))
         return await answer
 
     async def stop(self) -> None:
@@ -171,10 +163,8 @@ class RemoteEngine(asyncio.Protocol):
             self.ended.set_result(self._failure)
 
     def _exit_status(self) -> str | None:
-        if self._process is None:
-            return None
-        try:
-            code = self._process.wait(1)
-        except subprocess.TimeoutExpired:
-            return None
-        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        if self._process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(1)
+                return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return None

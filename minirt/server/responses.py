@@ -7,7 +7,7 @@ from typing import Any
 
 from minirt.errors import MinirtError, quoted
 from minirt.outputs import Completion
-from minirt.server.answers import Answer, ReplyAnswer, StreamEvent, endpoint, named_event, usage_of
+from minirt.server.answers import Answer, ReplyAnswer, StreamEvent, named_event, usage_of
 from minirt.server.conversation import Conversation, Prepared, prepare, read_parts, template_variables
 from minirt.server.errors import HTTPError, bad_field, check_choice, error_fields
 from minirt.server.exchange import Exchange
@@ -69,11 +69,13 @@ def _prepare(front: Front, exchange: Exchange, body: bytes) -> Answer:
     tools, ignored = _read_tools(front, request.tools or []), dict[str, None]()
     messages = _messages(request.input, request.instructions, ignored)
     front.note_unknown(list(ignored), "unsupported parts of requests")
-    text, effort = request.text or {}, (request.reasoning or {}).get("effort")
+    text, effort, choice = request.text or {}, (request.reasoning or {}).get("effort"), request.tool_choice
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
     hints = {"reasoning_effort": (effort, "reasoning.effort"), "verbosity": (text.get("verbosity"), "text.verbosity")}
     conversation = Conversation(
-        messages, tools, _tool_choice(request.tool_choice), request.parallel_tool_calls is not False,
-        template_variables(front, request.chat_template_kwargs, hints), truncates=request.truncate_prompt_tokens is not None,
+        messages, tools, choice, request.parallel_tool_calls is not False,
+        template_variables(front, request.chat_template_kwargs, hints),
     )  # fmt: skip
     grammar = answer_form(text.get("format"), request.structured_outputs, "text.format")
     prepared = prepare(
@@ -112,13 +114,6 @@ def _read_tools(front: Front, values: list[Any]) -> list[Tool]:
     return read_tools(values, read, "name", "parameters")
 
 
-def _tool_choice(choice: Any) -> Any:
-    """A `tool_choice` as `ReplyFormat.parser` takes it."""
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice
-
-
 # --- input items become messages ---
 
 
@@ -152,8 +147,7 @@ def _messages(value: Any, instructions: str | None, ignored: dict[str, None]) ->
             else:
                 ignored["input[reasoning without a text]"] = None
         else:
-            stored = kind == "item_reference"
-            what = "answers are not stored: send the item itself" if stored else "not an acceptable item"
+            what = "answers are not stored: send the item itself" if kind == "item_reference" else "not an acceptable item"
             raise bad_field(f"{place}.type", what, expected=_ITEMS, found=quoted(kind, 80))
     if not messages:
         raise bad_field("input", "has no message", expected="at least one message")
@@ -212,6 +206,7 @@ class _ResponseAnswer(ReplyAnswer):
         self._tokenizer, self._status, self._num_events = prepared.tokenizer, "in_progress", 0
         self._id, self._created = f"resp_{exchange.id}", int(time.time())
         sampling, reasoning = self.completion.sampling, request.reasoning or {}
+        tool_fields = {"type": "function", "strict": None, "description": None, "parameters": None}
         self._said = {
             "background": False, "conversation": None, "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens, "max_tool_calls": request.max_tool_calls,
@@ -220,8 +215,8 @@ class _ResponseAnswer(ReplyAnswer):
             "prompt_cache_key": request.prompt_cache_key, "reasoning": {"effort": reasoning.get("effort"), "summary": None},
             "safety_identifier": request.safety_identifier, "service_tier": "default", "store": False,
             "temperature": sampling.temperature, "text": {"format": (request.text or {}).get("format") or {"type": "text"}},
-            "tool_choice": request.tool_choice or "auto", "tools": [_tool(tool) for tool in tools], "top_logprobs": 0,
-            "top_p": sampling.top_p, "truncation": "disabled", "user": request.user,
+            "tool_choice": request.tool_choice or "auto", "top_logprobs": 0, "top_p": sampling.top_p,
+            "tools": [tool_fields | tool.value["function"] for tool in tools], "truncation": "disabled", "user": request.user,
         }  # fmt: skip
 
     def message(self) -> dict[str, Any]:
@@ -245,8 +240,7 @@ class _ResponseAnswer(ReplyAnswer):
     def _end(self) -> list[StreamEvent]:
         """The reply has ended, or is complete up to an error. A reply of nothing is an empty message."""
         self._status = "completed" if self.completion.finish_reason == "stop" else "incomplete"
-        events = [] if self.parts else self.grow([ContentDelta("")])
-        return events + self.end_part(self._status == "completed")
+        return ([] if self.parts else self.grow([ContentDelta("")])) + self.end_part(self._status == "completed")
 
     def _response(self, error: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The object that clients get. `error`: what it has failed with."""
@@ -317,10 +311,6 @@ class _ResponseAnswer(ReplyAnswer):
         return {"logprobs": []} if self.kind == "text" else {}
 
 
-def _tool(tool: Tool) -> dict[str, Any]:
-    return {"type": "function", "strict": None, "description": None, "parameters": None} | tool.value["function"]
-
-
 def _reasoning_tokens(tokenizer: Tokenizer, done: Completion, reasoning: str) -> int:
     """The tokens of a reply up to the end of its reasoning, with the marker before it."""
     end = len(done.text[: done.text.find(reasoning) + len(reasoning)].encode()) if reasoning else 0
@@ -336,5 +326,5 @@ async def _stored(front: Front, exchange: Exchange) -> None:
     raise HTTPError(404, _STATELESS, param="store", found=exchange.path[:200])
 
 
-ROUTES = {f"POST {_PATH}": endpoint(lambda front, exchange: front.read(exchange, _prepare))}
+ROUTES = {f"POST {_PATH}": Front.reads(_prepare)}
 STORED = {f"{method} {_PATH}/*": _stored for method in ("GET", "POST", "DELETE")}

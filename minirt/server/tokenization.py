@@ -38,11 +38,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
 
 
-async def tokenize(front: Front, exchange: Exchange) -> None:
-    await exchange.answer(await front.read(exchange, _tokenize))
-
-
-def _tokenize(front: Front, exchange: Exchange, body: bytes) -> dict[str, Any]:
+def tokenize(front: Front, exchange: Exchange, body: bytes) -> dict[str, Any]:
     processor, info = front.check_ready()
     request = decode(front, exchange, body, TokenizeRequest)
     exchange.prompt_field = "prompt" if request.messages is None else "messages"
@@ -60,24 +56,22 @@ def _tokenize(front: Front, exchange: Exchange, body: bytes) -> dict[str, Any]:
     return answer
 
 
-async def detokenize(front: Front, exchange: Exchange) -> None:
-    await exchange.answer({"prompt": await front.read(exchange, _detokenize)})
-
-
-def _detokenize(front: Front, exchange: Exchange, body: bytes) -> str:
+def detokenize(front: Front, exchange: Exchange, body: bytes) -> dict[str, str]:
     processor, info = front.check_ready()
     request = decode(front, exchange, body, DetokenizeRequest)
     for i, token in enumerate(request.tokens):
         if not 0 <= token < info.vocab_size:
             expected = f"an integer from 0 to {info.vocab_size - 1}"
             raise InputError("not a token id of this model", where=f"tokens[{i}]", expected=expected, found=token)
-    return processor.text().decode(request.tokens, bool(request.skip_special_tokens))
+    return {"prompt": processor.text().decode(request.tokens, bool(request.skip_special_tokens))}
 
 
-async def tokenizer_info(front: Front, exchange: Exchange) -> None:
+async def tokenizer_info(front: Front, exchange: Exchange) -> bytes:
     """The tokenizer's configuration, from which clients such as lm-eval take the chat template and the special tokens."""
     processor, _ = front.check_ready()
-    await exchange.answer(json.dumps(processor.text().info).encode())  # it may have integers that are too large for msgspec
+    return json.dumps(processor.text().info).encode()  # it may have integers that are too large for msgspec
 
 
-ROUTES = {"POST /tokenize": tokenize, "POST /detokenize": detokenize, "GET /tokenizer_info": tokenizer_info}
+ROUTES = {
+    "POST /tokenize": Front.reads(tokenize), "POST /detokenize": Front.reads(detokenize), "GET /tokenizer_info": tokenizer_info,
+}  # fmt: skip

@@ -50,19 +50,17 @@ class Submit(msgspec.Struct, tag=True, array_like=True):
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> "Submit":
-        return cls([replace(request, prompt_token_ids=()) if _is_other_sample(request) else request for request in requests])
+        return cls([_with_prompt(request, ()) for request in requests])
 
     def whole(self) -> list[Request]:
         """The requests, each with its prompt."""
         prompts: dict[int | None, Any] = {request.id: request.prompt_token_ids for request in self.requests}
-        return [
-            replace(request, prompt_token_ids=prompts[request.group]) if _is_other_sample(request) else request
-            for request in self.requests
-        ]
+        return [_with_prompt(request, prompts.get(request.group)) for request in self.requests]
 
 
-def _is_other_sample(request: Request) -> bool:
-    return request.group not in (None, request.id)
+def _with_prompt(request: Request, prompt: Any) -> Request:
+    """The request with this prompt if it is a sample, but not the first one of its group."""
+    return request if request.group in (None, request.id) else replace(request, prompt_token_ids=prompt)
 
 
 class Abort(msgspec.Struct, tag=True, array_like=True):

@@ -149,8 +149,7 @@ class Constraints:
     def prepare(self, spec: StructuredOutputsParams, ends: Sequence[int], min_tokens: int) -> "Future[Constraint]":
         """A new sequence's constraint. Does not wait: unless a matcher is ready, a thread compiles it."""
         grammar = self._find(spec)
-        matcher = None if grammar is None else grammar.take()
-        if grammar is None or matcher is None:
+        if grammar is None or (matcher := grammar.take()) is None:
             return self._submit(self._new, spec, ends, min_tokens)
         self._submit(grammar.restock)
         future: Future[Constraint] = Future()

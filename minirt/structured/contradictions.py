@@ -36,7 +36,14 @@ def check_contradictions(schemas: Sequence[tuple[Mapping[str, Any], str]], targe
     for schema, place in schemas:
         _check_required(schema, place)
     todo, seen, visits = [([schema], place) for schema, place in reversed(schemas)], set[tuple[int, ...]](), 0
-    keys = _Keys()
+    known: dict[int, tuple[list[Any], frozenset[str]]] = {}  # with the list, so that no other one gets its id
+
+    def keys(values: list[Any]) -> frozenset[str]:
+        """The keys of the values of a list, computed once for a list that a schema has."""
+        if id(values) not in known:
+            known[id(values)] = values, frozenset(map(_key, values))
+        return known[id(values)][1]
+
     while todo and visits < _MAX_VISITS:
         group, place = todo.pop()
         parts = _parts(group, target)
@@ -65,7 +72,7 @@ def _parts(schemas: Sequence[Any], target: Target) -> list[Mapping[str, Any]]:
     return list(parts.values())
 
 
-def _check_together(parts: Sequence[Mapping[str, Any]], place: str, keys: "_Keys") -> frozenset[str]:
+def _check_together(parts: Sequence[Mapping[str, Any]], place: str, keys: Callable[..., frozenset[str]]) -> frozenset[str]:
     """Check what one value has to fit.
 
     Returns:
@@ -84,7 +91,7 @@ def _check_together(parts: Sequence[Mapping[str, Any]], place: str, keys: "_Keys
         if least > most and kind in about:
             raise _contradiction(place, f"{low} at most {high}", f"{low} {least} and {high} {most}")
     low_bound, high_bound = _bounds(parts)
-    if not about.isdisjoint(("integer", "number")):
+    if low_bound is not None and high_bound is not None and not about.isdisjoint(("integer", "number")):
         _check_bounds(low_bound, high_bound, parts, types, place)
         if len(parts) > 1 and "number" in types:
             _check_enforced(low_bound, high_bound, parts, place)
@@ -125,29 +132,13 @@ def _type(value: Any) -> str:
 
 
 def _key(value: Any) -> str:
-    """The same for equal JSON values."""
-    return json.dumps(_plain(value), sort_keys=True)
+    """The same for equal JSON values: 1.0 and 1 are equal."""
 
+    def number(digits: str) -> float:
+        value = float(digits)
+        return int(value) if value.is_integer() else value
 
-def _plain(value: Any) -> Any:
-    """A JSON value whose integers are all ints: 1.0 and 1 are equal."""
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-class _Keys:
-    """The keys of the values of a list, computed once for a list that a schema has."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[list[Any], frozenset[str]]] = {}  # with the list, so that no other one gets its id
-
-    def __call__(self, values: list[Any]) -> frozenset[str]:
-        if id(values) not in self._known:
-            self._known[id(values)] = values, frozenset(map(_key, values))
-        return self._known[id(values)][1]
+    return json.dumps(json.loads(json.dumps(value), parse_float=number), sort_keys=True)
 
 
 class _Bound(NamedTuple):
@@ -184,11 +175,7 @@ def _bounds(parts: Sequence[Mapping[str, Any]]) -> tuple[_Bound | None, _Bound |
     return low, min(highs, key=lambda bound: (bound.number, not bound.exclusive), default=None)
 
 
-def _check_bounds(
-    low: _Bound | None, high: _Bound | None, parts: Sequence[Mapping[str, Any]], types: frozenset[str], place: str
-) -> None:
-    if low is None or high is None:
-        return
+def _check_bounds(low: _Bound, high: _Bound, parts: Sequence[Mapping[str, Any]], types: frozenset[str], place: str) -> None:
     shown = f"{low} and {high}"
     if low.number > high.number or (low.number == high.number and (low.exclusive or high.exclusive)):
         sign = "below" if low.exclusive or high.exclusive else "at most"
@@ -203,12 +190,10 @@ def _check_bounds(
             raise _contradiction(place, expected, shown)
 
 
-def _check_enforced(low: _Bound | None, high: _Bound | None, parts: Sequence[Mapping[str, Any]], place: str) -> None:
+def _check_enforced(low: _Bound, high: _Bound, parts: Sequence[Mapping[str, Any]], place: str) -> None:
     """Refuse bounds of different schemas that llguidance does not enforce together; see `enforceable`."""
-    if low is None or high is None or not high.number - low.number < 1:
-        return
-    if any({low.keyword, high.keyword} <= set(part) for part in parts):
-        return  # `enforceable` changes them
+    if high.number - low.number >= 1 or any({low.keyword, high.keyword} <= set(part) for part in parts):
+        return  # bounds in one part are changed by `enforceable`
     if (low.exclusive and low.number >= 0 and low.number.denominator == 1) or (
         high.exclusive and high.number <= 0 and high.number.denominator == 1
     ):

@@ -78,13 +78,18 @@ def _state_properties(schema: dict[str, Any], expansion: "_Expansion") -> None:
     stated, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
     if not patterns or schema.get("additionalProperties") is not False:
         return
-    names = {pattern: expansion.names(pattern, stated) for pattern in patterns}
-    if any(matched is None for matched in names.values()):
-        return  # another name is left
+    try:
+        names = {pattern: expansion.names(pattern, stated) for pattern in patterns}
+    except (UnsupportedError, _OtherNames):
+        return
     del schema["patternProperties"]
     for name, part in stated.items():
-        others = [patterns[pattern] for pattern, matched in names.items() if name in (matched or ())]
+        others = [patterns[pattern] for pattern, matched in names.items() if name in matched]
         stated[name] = {"allOf": [part, *others]} if others else part
+
+
+class _OtherNames(Exception):
+    """A pattern matches other names, too, or it is not simple."""
 
 
 class _Expansion:
@@ -95,30 +100,24 @@ class _Expansion:
     def __init__(self) -> None:
         self._work = 0
 
-    def names(self, pattern: str, stated: Mapping[str, Any]) -> set[str] | None:
-        """The stated names that a pattern matches; None: it matches another text, too, or is not simple."""
+    def names(self, pattern: str, stated: Mapping[str, Any]) -> set[str]:
+        """The stated names that a pattern matches, if it matches no others."""
         if _SET_OPERATION.search(pattern):
-            return None
-        try:
-            texts = self._texts(parsed(pattern), 4 * sum(len(name) + 2 for name in stated))
-        except UnsupportedError:
-            return None
-        names = set[str]()
-        for text in texts or ():
-            if text[:1] != self._BEGIN or text[-1:] != self._END:
-                return None
-            inner = text[1:-1]
-            names |= set() if self._BEGIN in inner or self._END in inner else {inner}  # else no text matches
-        return names if texts is not None and names <= stated.keys() else None
+            raise _OtherNames
+        texts = self._texts(parsed(pattern), 4 * sum(len(name) + 2 for name in stated))
+        names = {text[1:-1] for text in texts if text.count(self._BEGIN) == text.count(self._END) == 1}  # others match nothing
+        if not all(text[:1] == self._BEGIN and text[-1:] == self._END for text in texts) or not names <= stated.keys():
+            raise _OtherNames
+        return names
 
-    def _texts(self, nodes: Any, limit: int) -> set[str] | None:
-        """All texts that a part of a pattern matches, with marks for anchors; None if they have more characters than `limit`."""
-        texts: set[str] | None = {""}
+    def _texts(self, nodes: Any, limit: int) -> set[str]:
+        """All texts that a part of a pattern matches, with marks for anchors. They have at most `limit` characters."""
+        texts = {""}
         for operation, argument in nodes:
             texts = self._joined(texts, self._node(operation, argument, limit), limit)
         return texts
 
-    def _node(self, operation: Any, argument: Any, limit: int) -> set[str] | None:
+    def _node(self, operation: Any, argument: Any, limit: int) -> set[str]:
         if operation is ops.LITERAL:
             return {chr(argument)}
         if operation is ops.AT:
@@ -126,30 +125,28 @@ class _Expansion:
         if operation is ops.SUBPATTERN:
             return self._texts(argument[3], limit)
         if operation is ops.BRANCH:
-            branches = [self._texts(branch, limit) for branch in argument[1]]
-            return None if None in branches else set().union(*(texts or () for texts in branches))
+            return set().union(*(self._texts(branch, limit) for branch in argument[1]))
         if operation is ops.IN and all(kind in (ops.LITERAL, ops.RANGE) for kind, _ in argument):
             ranges = [value if kind is ops.RANGE else (value, value) for kind, value in argument]
-            few = sum(high - low + 1 for low, high in ranges) <= limit
-            return {chr(code) for low, high in ranges for code in range(low, high + 1)} if few else None
-        if operation in (ops.MAX_REPEAT, ops.MIN_REPEAT) and argument[1] <= limit:
+            if sum(high - low + 1 for low, high in ranges) <= limit:
+                return {chr(code) for low, high in ranges for code in range(low, high + 1)}
+        elif operation in (ops.MAX_REPEAT, ops.MIN_REPEAT) and argument[1] <= limit:
             body, now, repeated = self._texts(argument[2], limit), {""}, set[str]()
             for count in range(argument[1] + 1):
                 repeated |= now if count >= argument[0] else set()
-                joined = self._joined(now, body, limit) if count < argument[1] else now
-                if joined is None:
-                    return None
-                now = joined
+                now = self._joined(now, body, limit) if count < argument[1] else now
             return repeated
-        return None
+        raise _OtherNames
 
-    def _joined(self, first: set[str] | None, second: set[str] | None, limit: int) -> set[str] | None:
+    def _joined(self, first: set[str], second: set[str], limit: int) -> set[str]:
         """Each text of `first` with each of `second`."""
-        if first is None or second is None or len(first) * len(second) > limit:
-            return None
+        if len(first) * len(second) > limit:
+            raise _OtherNames
         self._work += len(first) * len(second)
         if self._work > _MAX_EXPANSION:
             what, hint = '"patternProperties" are too complex beside "additionalProperties": false', "simplify the patterns"
             raise InputError(what, hint=hint)
         texts = {before + after for before in first for after in second}
-        return texts if sum(map(len, texts)) <= limit else None
+        if sum(map(len, texts)) > limit:
+            raise _OtherNames
+        return texts

@@ -8,6 +8,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from minirt.structured.reasoning_end import ReasoningEnd, bits
 from minirt.structured.schema import check_schema, parse_schema, subschemas
 from minirt.text.limited_processes import LimitedProcesses, Stopped
 from minirt.text.tokenizer import Tokenizer
+from minirt.text.tokenizers_library import call_rust
 from minirt.threads import usable_cpus
 
 _T = TypeVar("_T")
@@ -77,10 +79,9 @@ class Grammar:
 
     def take(self) -> Any | None:
         """A matcher that is ready, if there is one."""
-        try:
+        with suppress(IndexError):
             return self._ready.pop()
-        except IndexError:
-            return None
+        return None
 
     def restock(self) -> None:
         """Have a matcher ready for the next sequence."""
@@ -246,10 +247,9 @@ def _brackets(text: str) -> int:
 def _json_end(source: str, start: int) -> int:
     """The end of the JSON text that begins at `start`, or of `source` if it is none."""
     spaces = re.compile(r"[ \t\r\n]*").match(source, start)
-    try:
+    with suppress(ValueError, RecursionError):
         return json.JSONDecoder().raw_decode(source, spaces.end() if spaces else start)[1]
-    except (ValueError, RecursionError):
-        return len(source)
+    return len(source)
 
 
 def _as_object(schema: dict[str, Any] | bool) -> dict[str, Any]:
@@ -296,15 +296,6 @@ def _readable(text: str, place: str) -> str:
     return re.sub(r"^(?:at )?(\d+)\((\d+)\): ", prefix, text)
 
 
-def _call(
-    function: Callable[[], _T], what: str, place: str = "structured_outputs", error: type[MinirtError] = InputError
-) -> _T:
-    """Call llguidance. It is written in Rust, whose panics derive from BaseException and cannot be imported."""
-    try:
-        return function()
-    except MinirtError:
-        raise
-    except BaseException as cause:
-        if not isinstance(cause, Exception) and type(cause).__name__ != "PanicException":
-            raise  # Ctrl-C
-        raise error(f"{what}: {shortened(cause)}", where=place) from cause
+def _call(function: Callable[[], _T], what: str, place: str = "structured_outputs", error: type[MinirtError] = InputError) -> _T:
+    """Call llguidance."""
+    return call_rust(function, lambda cause: error(f"{what}: {shortened(cause)}", where=place))

@@ -7,6 +7,7 @@ together nor the remainders of "multipleOf". What may need those (`is_costly`) c
 """
 
 import re
+from itertools import accumulate
 
 from minirt.errors import InputError, shortened
 from minirt.text.limited_processes import ProcessLimits
@@ -57,10 +58,8 @@ def reached(message: str, place: str) -> InputError | None:
 
 def check_nesting(text: str, place: str) -> None:
     """Check a JSON text before it is parsed. The nesting of a text that is no JSON means nothing."""
-    depth = deepest = 0
-    for bracket in re.findall(r"[\[\]{}]", _STRING.sub("", text)):
-        depth += 1 if bracket in "[{" else -1
-        deepest = max(deepest, depth)
+    brackets = re.findall(r"[\[\]{}]", _STRING.sub("", text))
+    deepest = max(accumulate(1 if bracket in "[{" else -1 for bracket in brackets), default=0)
     if deepest > MAX_NESTING:
         what, expected = "the schema is nested too deeply", f"at most {MAX_NESTING} brackets"
         raise InputError(what, where=place, expected=expected, found=deepest)

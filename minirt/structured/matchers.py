@@ -11,6 +11,7 @@ from secrets import token_hex
 from typing import Any
 
 from minirt.structured import limits
+from minirt.text.tokenizer_file import steps_of
 
 _NEVER = -1e9  # the score of a piece that no text is tokenized to
 
@@ -91,19 +92,12 @@ def without_special(serialized: str) -> str:
         special |= {name} if token["normalized"] else set()
     if content["model"]["type"] == "Unigram":  # names may be pieces of text
         content["model"]["vocab"] = [(piece, _NEVER if piece in special else score) for piece, score in content["model"]["vocab"]]
-    kept = [step for step in _steps(content["normalizer"], "normalizers") if _keeps_bytes(step)]
+    kept = [step for step in steps_of(content["normalizer"], "normalizers") if _keeps_bytes(step)]
     prefix = {"type": "Prepend", "prepend": token_hex(16)}  # in no text
     content["normalizer"] = {"type": "Sequence", "normalizers": [prefix, *kept]}
-    for step in _steps(content["pre_tokenizer"], "pretokenizers"):
+    for step in steps_of(content["pre_tokenizer"], "pretokenizers"):
         step |= {name: value for name, value in (("add_prefix_space", False), ("prepend_scheme", "never")) if name in step}
     return json.dumps(content)
-
-
-def _steps(part: Any, inner: str) -> list[dict[str, Any]]:
-    """The steps of a normalizer or a pre-tokenizer. A "Sequence" has them under the key `inner`."""
-    if part is None:
-        return []
-    return [step for step in part[inner] for step in _steps(step, inner)] if part["type"] == "Sequence" else [part]
 
 
 def _keeps_bytes(step: Mapping[str, Any]) -> bool:

@@ -87,29 +87,29 @@ _DEFINITIONS = ("$defs", "definitions")
 
 def without_unused(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema without definitions that no "$ref" leads to. If one leads to "$anchor" or "$id", all are kept."""
-    definitions = {name: schema[name] for name in _DEFINITIONS if isinstance(schema.get(name), dict)}
-    used = {name: set[str]() for name in definitions}
-    todo: list[Any] = [value for name, value in schema.items() if name not in definitions]
-    todo.append({"$ref": schema.get("$ref")})
-    while todo and definitions:
+    groups = {name: schema[name] for name in _DEFINITIONS if isinstance(schema.get(name), dict)}
+    used = set[tuple[str, str]]()
+    todo: list[Any] = [{"$ref": schema.get("$ref")}, *(value for name, value in schema.items() if name not in groups)]
+    while todo and groups:
         part = todo.pop()
         if isinstance(part, list):
             todo += part
         elif isinstance(part, dict):
             todo += part.values()
             reference = part.get("$ref")
-            if isinstance(reference, str) and reference != "#":
-                start, *path = unquote(reference).split("/")
-                if start != "#" or path[0] not in definitions or len(path) < 2:
-                    if start == "#" and path[0] not in _DEFINITIONS:
-                        continue  # a place outside of the definitions
-                    return schema
-                name = path[1].replace("~1", "/").replace("~0", "~")
-                if name in definitions[path[0]] and name not in used[path[0]]:
-                    used[path[0]].add(name)
-                    todo.append(definitions[path[0]][name])
-    kept = {group: {name: part for name, part in definitions[group].items() if name in used[group]} for group in definitions}
-    return {name: kept.get(name, value) for name, value in schema.items() if name not in definitions or kept[name]}
+            if not isinstance(reference, str) or reference == "#":
+                continue
+            start, *path = unquote(reference).split("/")
+            if start == "#" and path[0] not in _DEFINITIONS:
+                continue  # a place outside of the definitions
+            if start != "#" or path[0] not in groups or len(path) < 2:
+                return schema
+            group, name = path[0], path[1].replace("~1", "/").replace("~0", "~")
+            if name in groups[group] and (group, name) not in used:
+                used.add((group, name))
+                todo.append(groups[group][name])
+    kept = {group: {name: part for name, part in named.items() if (group, name) in used} for group, named in groups.items()}
+    return {name: kept.get(name, value) for name, value in schema.items() if name not in groups or kept[name]}
 
 
 def check_schema(schema: dict[str, Any] | bool, name: str) -> None:
@@ -124,7 +124,8 @@ def check_schema(schema: dict[str, Any] | bool, name: str) -> None:
     for pointer, part in walk(schema, name):
         place = f"{name}, {pointer}" if pointer else name
         _check_values(part, place, draft_4)
-        _check_keywords(part, place)
+        for what, value, expected, hint in _refusals(part):
+            raise UnsupportedError(what, where=place, expected=expected, found=shortened(json.dumps(value)), hint=hint)
         checked[id(part)] = part, place
         for inner, value in subschemas(part):
             parents[id(value)] = id(part)
@@ -270,52 +271,43 @@ def _escaped(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 
-def _check_keywords(schema: Mapping[str, Any], place: str) -> None:
-    """Refuse what would not be enforced."""
-
-    def unsupported(what: str, value: Any, expected: str | None = None, hint: str | None = None) -> UnsupportedError:
-        return UnsupportedError(what, where=place, expected=expected, found=shortened(json.dumps(value)), hint=hint)
-
+def _refusals(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any, str | None, str | None]]:
+    """What would not be enforced: what it is, the value, what is expected, and a hint."""
     union = "oneOf" in schema or "anyOf" in schema  # then OpenAPI's "discriminator" only says which property tells them apart
     for keyword in schema:
         if keyword not in _ENFORCED and keyword not in _ANNOTATIONS and not (union and keyword == "discriminator"):
-            hint = "remove it, or express it otherwise; nothing is ignored"
-            raise unsupported("the keyword is not supported", keyword, hint=hint)
+            yield "the keyword is not supported", keyword, None, "remove it, or express it otherwise; nothing is ignored"
     types = schema.get("type", "string")  # the "format" of numbers, such as "int32", says nothing about their text
     if "format" in schema and schema["format"] not in FORMATS and "string" in ([types] if isinstance(types, str) else types):
-        raise unsupported('this "format" is not supported', schema["format"], f"one of {', '.join(FORMATS)}")
+        yield 'this "format" is not supported', schema["format"], f"one of {', '.join(FORMATS)}", None
     for keyword in filter(schema.__contains__, ("const", "enum", "properties", "required")):
         stated = list(schema[keyword]) if keyword == "properties" else schema[keyword]
         if any(isinstance(part, str) and _CONTROL.search(part) for part in _parts(stated)):
-            what, hint = f'"{keyword}" with a control character is not supported', "only \\b, \\f, \\n, \\r and \\t are written"
-            raise unsupported(what, stated, hint=hint)
-    for keyword in filter(schema.__contains__, BOUNDS):  # llguidance rounds others, cannot compile them, or crashes
-        value = schema[keyword]
-        in_range = isinstance(value, bool) or value == 0 or MIN_NUMBER <= abs(value) <= MAX_NUMBER
-        if not in_range and not _is_open_end(keyword, value, schema.get("type")):
-            expected = f"0, or a number whose absolute value is from {MIN_NUMBER} to 2^53"
-            what, hint = f'"{keyword}" is too large or too close to 0 to be enforced', "round it, or remove it"
-            raise unsupported(what, value, expected, hint)
-    for keyword in filter(schema.__contains__, ("const", "enum", *BOUNDS)):
+            hint = "only \\b, \\f, \\n, \\r and \\t are written"
+            yield f'"{keyword}" with a control character is not supported', stated, None, hint
+    for keyword in filter(schema.__contains__, (*BOUNDS, "const", "enum")):
         for number in _parts(schema[keyword]):
-            if type(number) not in (int, float) or _is_exact(number) or _is_open_end(keyword, number, schema.get("type")):
+            if type(number) not in (int, float) or _is_open_end(keyword, number, schema.get("type")):
                 continue
-            what, hint = f'"{keyword}" has a number that is not enforced exactly', "round it, or state it as a text"
-            expected = "integers up to 2^53 in absolute value, and numbers of up to 15 digits from 1e-22 to 1e22"
-            raise unsupported(what, number, expected, hint)
+            if keyword in BOUNDS and number != 0 and not MIN_NUMBER <= abs(number) <= MAX_NUMBER:
+                # llguidance rounds such a bound, cannot compile it, or crashes.
+                expected = f"0, or a number whose absolute value is from {MIN_NUMBER} to 2^53"
+                yield f'"{keyword}" is too large or too close to 0 to be enforced', number, expected, "round it, or remove it"
+            if not _is_exact(number):
+                expected = "integers up to 2^53 in absolute value, and numbers of up to 15 digits from 1e-22 to 1e22"
+                what, hint = f'"{keyword}" has a number that is not enforced exactly', "round it, or state it as a text"
+                yield what, number, expected, hint
     if "additionalItems" in schema and "prefixItems" in schema and "items" not in schema:
         what, hint = '"additionalItems" beside "prefixItems" is not supported', 'write "items", as draft 2020-12 does'
-        raise UnsupportedError(what, where=place, hint=hint)
+        yield what, schema["additionalItems"], None, hint
     for pattern in (schema.get("pattern", ""), *schema.get("patternProperties", ())):
         if _CONTROL.search(pattern) or _CONTROL_ESCAPE.search(_NEGATED.sub("", pattern)):
-            raise unsupported('"pattern" with a control character is not supported', pattern)
+            yield '"pattern" with a control character is not supported', pattern, None, None
     if not str(schema.get("$ref", "#")).startswith("#"):
-        what, expected = '"$ref" to another document is not supported', 'a reference that begins with "#"'
-        raise unsupported(what, schema["$ref"], expected)
+        yield '"$ref" to another document is not supported', schema["$ref"], 'a reference that begins with "#"', None
     if (low := schema.get("minProperties", 0)) > len(schema.get("required", ())) + 1:
         # The names of additional properties may repeat, so only required ones and one more are sure to be different.
-        what, expected = "minProperties is not supported", "at most the number of required properties plus 1"
-        raise UnsupportedError(what, where=place, expected=expected, found=f'"minProperties": {low}')
+        yield "minProperties is not supported", low, "at most the number of required properties plus 1", None
 
 
 def _parts(value: Any) -> Iterator[Any]:
@@ -353,10 +345,6 @@ def _is_open_end(keyword: str, value: float, types: Any) -> bool:
     return keyword == "maximum" and types == "integer" and value >= _INT64_MAX
 
 
-def _are_types(value: Any) -> bool:
-    return all(name in TYPES for name in (value if isinstance(value, list) else [value]))
-
-
 def _are_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value) and len(set(value)) == len(value)
 
@@ -366,7 +354,8 @@ _FORMS: dict[str, tuple[Callable[[Any], object], str]] = {
     **dict.fromkeys(COUNTS, (lambda value: type(value) is int and value >= 0, "an integer >= 0")),
     **dict.fromkeys(BOUNDS, (lambda value: type(value) in (int, float), "a number")),
     "multipleOf": (lambda value: type(value) in (int, float) and value > 0, "a number above 0"),
-    "type": (_are_types, f"one of {', '.join(TYPES)}"),
+    "type": (lambda value: all(map(TYPES.__contains__, value if isinstance(value, list) else [value])),
+             f"one of {', '.join(TYPES)}"),
     "enum": (lambda value: isinstance(value, list) and value, "a list that is not empty"),
     "required": (_are_names, "a list of different names"),
     **dict.fromkeys(_MAPS, (lambda value: isinstance(value, dict), "an object of schemas")),

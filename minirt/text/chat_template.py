@@ -40,17 +40,18 @@ class ChatTemplate:
             special_tokens: name → text (bos_token, eos_token, …). Templates refer to them by name.
         """
         self._special_tokens = special_tokens
-        stated = list(filter(None, _stated(folder, tokenizer_config, special_tokens)))
+        stated = list(filter(None, _stated(folder, tokenizer_config)))
         named = stated[0] if stated else {}
-        sources = [{name: template.source.strip() for name, template in templates.items()} for templates in stated]
-        for other, texts in zip(stated[1:], sources[1:], strict=True):
-            if texts != sources[0]:
-                path, used = (next(iter(templates.values())).path for templates in (other, named))
+        texts = [{name: text.strip() for name, (text, _) in templates.items()} for templates in stated]
+        for other, stripped in zip(stated[1:], texts[1:], strict=True):
+            if stripped != texts[0]:
+                path, used = (next(iter(templates.values()))[1] for templates in (other, named))
                 what = f"{path}: its chat template is ignored, since {used.name} has another one, which takes precedence"
                 warn(printable(what))
         self._file = folder / "tokenizer_config.json"
-        self._plain = named.get("default")
-        self._tool = named.get("tool_use", self._plain)
+        templates = {name: _Template(text, path, special_tokens) for name, (text, path) in named.items()}
+        self._plain = templates.get("default")
+        self._tool = templates.get("tool_use", self._plain)
         self.source = None if self._plain is None else self._plain.source
         self.tool_source = None if self._tool is None else self._tool.source
 
@@ -91,8 +92,11 @@ class ChatTemplate:
         names: dict[str, Any] = {"messages": plain, "tools": None if tools is None else list(tools), "documents": None}
         # The variables that transformers passes.
         names |= {"add_generation_prompt": add_generation_prompt} | dict(self._special_tokens)
-        _check_json("tools", names["tools"])
-        _check_json("chat_template_kwargs", dict(variables))
+        for name, value in (("tools", names["tools"]), ("chat_template_kwargs", dict(variables))):
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise InputError("not a JSON value", where=name, found=shortened(error, 80)) from error
         if taken := names.keys() & variables.keys():
             what = "a variable of the chat template has a fixed meaning"
             raise InputError(what, where="chat_template_kwargs", found=min(taken))
@@ -105,7 +109,12 @@ class ChatTemplate:
                 raise
             text = template.render(names | {"messages": objects})
         if mark:
-            text = self._up_to(mark, text)
+            place = text.rfind(mark.rstrip())
+            if place < 0:
+                what = "the chat template does not show the last message's content, so it cannot be continued"
+                raise InputError(what, where="continue_final_message")
+            # If the template has removed the space at the end of the mark, it trims.
+            text = text[:place] if text.startswith(mark, place) else text[:place].rstrip()
         if not text:
             raise TokenizerError("the chat template rendered nothing", where=template.path, hint="check the roles")
         if (lost := template.left_out(outline(messages), bool(tools), variables)) is not None:
@@ -115,16 +124,6 @@ class ChatTemplate:
     def end_of_turn(self, tokens: Collection[str]) -> str | None:
         """The one of `tokens` that the template writes at the end of each answer; None if there is no such token."""
         return None if self._plain is None else self._plain.end_of_turn(tokens)
-
-    @staticmethod
-    def _up_to(mark: str, text: str) -> str:
-        """The text before `mark`, without white space before it if the template has removed the space at its end."""
-        place = text.rfind(mark.rstrip())
-        if place < 0:
-            what = "the chat template does not show the last message's content, so it cannot be continued"
-            raise InputError(what, where="continue_final_message")
-        before = text[:place]
-        return before if text.startswith(mark, place) else before.rstrip()
 
 
 class _Template:
@@ -185,29 +184,22 @@ class _Template:
             raise TokenizerError(f"the chat template failed: {error}", where=self.path, hint=hint) from error
 
 
-def _check_json(name: str, value: Any) -> None:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InputError("not a JSON value", where=name, found=shortened(error, 80)) from error
+_Sources = dict[str, tuple[str, Path]]  # name → source of a template, and the file that has it
 
 
-def _stated(folder: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> list[dict[str, _Template]]:
-    """The templates, by name, of each place that may have some, in the order of precedence."""
+def _stated(folder: Path, tokenizer_config: Mapping[str, Any]) -> list[_Sources]:
+    """The templates of each place that may have some, in the order of precedence."""
     paths = {name: folder / "additional_chat_templates" / f"{name}.jinja" for name in _NAMES}
     if not present(paths["default"]):
         paths["default"] = folder / "chat_template.jinja"
-    files = {
-        name: _Template(read_text(path, limit=MAX_TEMPLATE, error=TokenizerError), path, special_tokens)
-        for name, path in paths.items() if present(path)
-    }  # fmt: skip
+    existing = {name: path for name, path in paths.items() if present(path)}
+    files = {name: (read_text(path, limit=MAX_TEMPLATE, error=TokenizerError), path) for name, path in existing.items()}
     config, older = folder / "tokenizer_config.json", folder / "chat_template.json"
     stated = read_json(older, limit=8 * MAX_TEMPLATE, error=TokenizerError) if present(older) else {}
-    given = ((tokenizer_config.get("chat_template"), config), (stated.get("chat_template"), older))
-    return [files, *(_named(value, path, special_tokens) for value, path in given)]
+    return [files, _named(tokenizer_config.get("chat_template"), config), _named(stated.get("chat_template"), older)]
 
 
-def _named(value: Any, path: Path, special_tokens: Mapping[str, str]) -> dict[str, _Template]:
+def _named(value: Any, path: Path) -> _Sources:
     """The templates in `value`, a `chat_template`: a text, which is the default one, several with names, or null."""
     expected = 'a text, or a list of {"name", "template"} with one named default'
     if value is None:
@@ -222,13 +214,11 @@ def _named(value: Any, path: Path, special_tokens: Mapping[str, str]) -> dict[st
     if names.count("default") != 1 or names.count("tool_use") > 1:
         shown = f"{names.count('default')} named default, {names.count('tool_use')} named tool_use"
         raise TokenizerError("bad chat_template", where=path, expected=expected, found=shown)
-    named = {}
-    for entry in entries:
-        if entry["name"] in _NAMES:
-            named[entry["name"]] = template = _Template(entry["template"], path, special_tokens)
-            if not isinstance(template.source, str):
-                raise TokenizerError("bad chat_template", where=path, expected=expected, found=type(template.source).__name__)
-            if len(template.source) > MAX_TEMPLATE:
-                limit, shown = f"at most {MAX_TEMPLATE:,} characters", f"{len(template.source):,}"
-                raise TokenizerError("the chat template is too large", where=path, expected=limit, found=shown)
+    named = {entry["name"]: (entry["template"], path) for entry in entries if entry["name"] in _NAMES}
+    for text, _ in named.values():
+        if not isinstance(text, str):
+            raise TokenizerError("bad chat_template", where=path, expected=expected, found=type(text).__name__)
+        if len(text) > MAX_TEMPLATE:
+            limit, shown = f"at most {MAX_TEMPLATE:,} characters", f"{len(text):,}"
+            raise TokenizerError("the chat template is too large", where=path, expected=limit, found=shown)
     return named

@@ -22,7 +22,16 @@ class IncrementalDecoder:
 
     The work for each token is amortized constant. That for the prompt is constant, too, in all but made-up cases: only the tokens
     before its first visible text and the bytes of its last character matter.
+
+    A subclass has these methods:
+        push: adds a token and returns the text that it completes, possibly "". Raises an InputError unless it is a token id.
+        flush: returns the text still held back. Called once, after the last token.
+        enter: takes the state after a prompt. Called before the first token.
     """
+
+    push: Callable[[int], str]
+    flush: Callable[[], str]
+    enter: Callable[[Sequence[int]], None]
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer, self._library = tokenizer, tokenizer._library
@@ -30,21 +39,9 @@ class IncrementalDecoder:
         self._cache = tokenizer._decoded[skip_special_tokens]
         self._skipped = tokenizer.special_tokens if skip_special_tokens else frozenset[str]()
 
-    def push(self, token_id: int) -> str:
-        """Add a token and return the text that it completes, possibly "". Raises an InputError unless it is a token id."""
-        raise NotImplementedError
-
     def push_all(self, token_ids: Sequence[int]) -> str:
         """`push` for several tokens, all of them ids."""
         return "".join(map(self.push, token_ids))
-
-    def flush(self) -> str:
-        """Return the text still held back. Call once, after the last token."""
-        raise NotImplementedError
-
-    def enter(self, prompt: Sequence[int]) -> None:
-        """Take the state after a prompt. Call it before the first token."""
-        raise NotImplementedError
 
     def _piece(self, token_id: int) -> str | bytes:
         """The entry of `_cache` for a token. A token that is left out, and one that does not exist, have no bytes."""
@@ -53,11 +50,7 @@ class IncrementalDecoder:
         token = self._library.id_to_token(token_id)
         if token is None:
             return b""  # not kept: there are 2**32 of them
-        decoded: str | bytes = b""
-        if token not in self._skipped:
-            is_part = self._tokenizer.is_part(token_id)
-            decoded = self._tokenizer.token_bytes(token_id) if is_part else self._tokenizer.inner_text(token_id)
-        self._cache[int(token_id)] = decoded
+        decoded = self._cache[int(token_id)] = b"" if token in self._skipped else self._tokenizer.piece(token_id)
         return decoded
 
     def _push_last(self, prompt: Sequence[int], enough: Callable[[list[Any]], bool], first: int = 0) -> None:

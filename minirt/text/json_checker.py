@@ -14,6 +14,7 @@ _MAX_DEPTH = 200
 _MAX_SCALAR = 500  # characters of a number
 
 _VALUE, _VALUE_OR_END, _KEY, _KEY_OR_END, _COLON, _AFTER = range(6)
+_ENDS = (_AFTER, _VALUE_OR_END, _KEY_OR_END)  # where a bracket may close
 _EXPECTED = {_VALUE: "value", _VALUE_OR_END: "value", _KEY: "key", _KEY_OR_END: "key", _COLON: "colon"}
 
 
@@ -44,7 +45,7 @@ class JsonChecker:
     @property
     def complete(self) -> bool:
         """Whether the text so far and `closing` are a value."""
-        return not self.in_string and not self.scalar and self._state in (_AFTER, _VALUE_OR_END, _KEY_OR_END)
+        return not self.in_string and not self.scalar and self._state in _ENDS
 
     @property
     def expects(self) -> str:
@@ -67,35 +68,27 @@ class JsonChecker:
         return self._structure(character)
 
     def _structure(self, character: str) -> bool:
-        state = self._state
-        if state in (_VALUE, _VALUE_OR_END):
-            if character in _CLOSING:
-                self.closing = _CLOSING[character] + self.closing
-                self._state = _KEY_OR_END if character == "{" else _VALUE_OR_END
-                return self.depth <= _MAX_DEPTH
-            if character == '"':
-                self.in_string, self.in_key = True, False
-                return True
-            if character == "]" and state == _VALUE_OR_END:
-                return self._closed()
-            self.scalar = character
-            return self._scalar_begun()
-        if state in (_KEY, _KEY_OR_END):
-            if character == '"':
-                self.in_string = self.in_key = True
-                return True
-            return character == "}" and state == _KEY_OR_END and self._closed()
+        state, closing = self._state, self.closing
+        if character in ("]", "}"):
+            self.closing, self._state = closing[1:], _AFTER
+            return character == closing[:1] and state in _ENDS
         if state == _COLON:
             self._state = _VALUE
             return character == ":"
-        if character == "," and self.closing:
-            self._state = _KEY if self.closing[0] == "}" else _VALUE
+        if state == _AFTER:
+            self._state = _KEY if closing[:1] == "}" else _VALUE
+            return character == "," and closing != ""
+        if character == '"':
+            self.in_string, self.in_key = True, state in (_KEY, _KEY_OR_END)
             return True
-        return character == self.closing[:1] and self._closed()
-
-    def _closed(self) -> bool:
-        self.closing, self._state = self.closing[1:], _AFTER
-        return True
+        if state in (_KEY, _KEY_OR_END):
+            return False
+        if character in _CLOSING:
+            self.closing = _CLOSING[character] + closing
+            self._state = _KEY_OR_END if character == "{" else _VALUE_OR_END
+            return self.depth <= _MAX_DEPTH
+        self.scalar = character
+        return self._scalar_begun()
 
     def _in_string(self, character: str) -> bool:
         if self._hex:
@@ -120,12 +113,8 @@ class JsonChecker:
 
 def escaped(text: str) -> str | None:
     """A JSON object, list or string with the control characters in its strings escaped; None if `text` is none of these."""
-    checker, characters = JsonChecker(), []
-    for character in text.strip():
-        if checker.done or not checker.push(character):
-            return None
-        characters.append(shown(character, checker))
-    return "".join(characters) if checker.done else None
+    kept, _, is_whole = _complete_part(text.strip())
+    return kept if is_whole else None
 
 
 def completed(text: str) -> str:
@@ -134,18 +123,23 @@ def completed(text: str) -> str:
     A value that is not complete is left out, with its key. So is a number, true, false or null at the end of the text, since it
     could go on. A text that does not begin like an object becomes {}.
     """
+    kept, closing, _ = _complete_part(text.lstrip())
+    return kept + closing if kept.startswith("{") else "{}"
+
+
+def _complete_part(text: str) -> tuple[str, str, bool]:
+    """The beginning of a text up to the end of its last complete value, the brackets that close it, and whether it is all."""
     checker, characters, end, closing = JsonChecker(), list[str](), 0, ""
-    for character in text.lstrip():
+    for character in text:
         separates = character == "," and not checker.in_string  # a number before it is complete now
         if checker.done or not checker.push(character):
-            break
+            return "".join(characters[:end]), closing, False
         if separates:
             end, closing = len(characters), checker.closing
         characters.append(shown(character, checker))
         if checker.complete:
             end, closing = len(characters), checker.closing
-    kept = "".join(characters[:end])
-    return kept + closing if kept.startswith("{") else "{}"
+    return "".join(characters[:end]), closing, checker.done
 
 
 def shown(character: str, checker: JsonChecker) -> str:

@@ -76,14 +76,10 @@ class LimitedProcesses:
         return answer
 
     def _take(self) -> "_Process":
-        while self._idle:
-            try:
-                process = self._idle.pop()
-            except IndexError:  # another thread took it
-                break
-            if process.usable():
-                return process
-            process.close()
+        with contextlib.suppress(IndexError):  # there is none, or another thread took it
+            while not (process := self._idle.pop()).usable():
+                process.close()
+            return process
         return _Process(self._target, self._first, self._limits)
 
 

@@ -169,13 +169,10 @@ def without_texts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages of `checked_messages` for a template that needs objects as arguments: a text becomes {"arguments": text}."""
 
     def changed(call: dict[str, Any]) -> dict[str, Any]:
-        function = call["function"]
-        if not isinstance(function["arguments"], str):
-            return call
-        return call | {"function": function | {"arguments": {"arguments": function["arguments"]}}}
+        function, arguments = call["function"], call["function"]["arguments"]
+        return call | {"function": function | {"arguments": {"arguments": arguments}}} if isinstance(arguments, str) else call
 
-    changes = ({"tool_calls": list(map(changed, message.get("tool_calls", ())))} for message in messages)
-    return [message | change if "tool_calls" in message else message for message, change in zip(messages, changes, strict=True)]
+    return [m | {"tool_calls": list(map(changed, m["tool_calls"]))} if "tool_calls" in m else m for m in messages]
 
 
 def _each(values: object, place: str, read: Callable[[object, str], Any]) -> list[Any]:

@@ -29,7 +29,6 @@ class Renderer:
     """Renders one template, from any thread. Threads that render at once use one process each."""
 
     def __init__(self, source: str) -> None:
-        self._source = source
         self._processes = LimitedProcesses(f"{__name__}:renders", source, ProcessLimits(MAX_CPU_SECONDS, MAX_SECONDS, MAX_MEMORY))
 
     def render(self, variables: Mapping[str, Any]) -> str:
@@ -49,27 +48,21 @@ def renders(source: str) -> Callable[[dict[str, Any], int], dict[str, Any]]:
 
     def answer(variables: dict[str, Any], size: int) -> dict[str, Any]:
         nonlocal template
+        limit, length, pieces = MAX_OUTPUT + 4 * size, 0, list[str]()
         try:
             template = template or compile_template(source)
-            return {"text": _rendered(template, variables, MAX_OUTPUT + 4 * size)}
+            for piece in template.generate(variables):
+                pieces.append(piece)
+                length += len(piece)
+                if length > limit:
+                    return {"error": f"it wrote more than {limit:,} characters", "stopped": True}
+            return {"text": "".join(pieces)}
         except MemoryError:
             raise
-        except RenderingError as error:
-            return {"error": str(error), "stopped": error.stopped}
         except Exception as error:  # the template is third-party code and can raise anything
             return {"error": shortened(f"{type(error).__name__}: {error}")}
 
     return answer
-
-
-def _rendered(template: Any, variables: dict[str, Any], limit: int) -> str:
-    pieces, length = [], 0
-    for piece in template.generate(variables):
-        pieces.append(piece)
-        length += len(piece)
-        if length > limit:
-            raise RenderingError(f"it wrote more than {limit:,} characters", stopped=True)
-    return "".join(pieces)
 
 
 def compile_template(source: str) -> Any:

@@ -7,6 +7,7 @@ has looked at in a list, and holds back only what could be a marker.
 
 import re
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -63,11 +64,7 @@ class ReplyParser:
 
     def __init__(self, reasoning: Parser | None = None, tool_calls: Parser | None = None) -> None:
         self._reasoning, self._tool_calls = reasoning, tool_calls
-
-    @property
-    def passes_through(self) -> bool:
-        """Whether all text is content, as it comes."""
-        return self._reasoning is None and self._tool_calls is None
+        self.passes_through = reasoning is None and tool_calls is None  # whether all text is content, as it comes
 
     def feed(self, text: str) -> list[Event]:
         events: list[Event] = [ContentDelta(text)] if text else []
@@ -108,20 +105,14 @@ class Reply:
 
 def collect(events: Iterable[Event]) -> Reply:
     """Add up the events of a whole text."""
-    content, reasoning = [], []
-    starts: list[ToolCallStart] = []
-    arguments: dict[int, list[str]] = {}
+    starts, texts = list[ToolCallStart](), defaultdict[Any, list[str]](list)
     for event in events:
-        if isinstance(event, ContentDelta):
-            content.append(event.text)
-        elif isinstance(event, ReasoningDelta):
-            reasoning.append(event.text)
-        elif isinstance(event, ToolCallStart):
+        if isinstance(event, ToolCallStart):
             starts.append(event)
         else:
-            arguments.setdefault(event.index, []).append(event.text)
-    calls = tuple(ToolCall(start.id, start.name, "".join(arguments.get(start.index, []))) for start in starts)
-    return Reply("".join(content), "".join(reasoning), calls)
+            texts[type(event), getattr(event, "index", None)].append(event.text)
+    calls = tuple(ToolCall(start.id, start.name, "".join(texts[ArgumentsDelta, start.index])) for start in starts)
+    return Reply("".join(texts[ContentDelta, None]), "".join(texts[ReasoningDelta, None]), calls)
 
 
 def parse(parser: Parser, text: str) -> Reply:
@@ -151,8 +142,7 @@ def content(text: str) -> list[Event]:
 
 def held_length(text: str, markers: Sequence[str], start: int = 0) -> int:
     """How many characters at the end of `text`, from `start` on, could be the beginning of a marker, but are none."""
-    longest = max(map(len, markers), default=0) - 1
-    for length in range(min(longest, len(text) - start), 0, -1):
+    for length in range(min(max(map(len, markers), default=0) - 1, len(text) - start), 0, -1):
         tail = text[-length:]
         if any(marker.startswith(tail) and marker != tail for marker in markers):
             return length

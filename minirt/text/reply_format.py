@@ -95,8 +95,7 @@ class ReplyFormat:
             calls = NamedCallParser(chosen(tools, choice).name)
         if self.reasoning is None:
             return ReplyParser(None, calls)
-        inside = self.opens_reasoning(prompt, continued)
-        return ReplyParser(ReasoningParser(inside, *self.reasoning, ends=ends), calls)
+        return ReplyParser(ReasoningParser(self.opens_reasoning(prompt, continued), *self.reasoning, ends=ends), calls)
 
     def opens_reasoning(self, prompt: str, continued: str = "") -> bool:
         """Whether an answer begins inside a block of reasoning.

@@ -6,9 +6,9 @@ read, and into what it is formed. Known fields are `content`, `reasoning_content
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from minirt.errors import UnsupportedError, quoted, shortened
@@ -22,6 +22,7 @@ _FIELD_KEYS = {"open", "open_pattern", "close", "close_pattern", "content", "con
                "transform", "transform_each"}  # fmt: skip
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
+_STRING, _BARE_KEY = re.compile(r'"(?:[^"\\]|\\.)*"?', re.DOTALL), re.compile(r"(\w+)(?=\s*:)")
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ class ResponseTemplate:
         if values.get("version", 1) != 1:
             shown = shortened(values["version"], 40)
             raise UnsupportedError("unknown version", where=f"{place}.version", expected=1, found=shown)
-        start = _anchor(values, str(place), "start_anchor", "start_anchor_pattern")
-        named = _object(values.get("fields"), f"{place}.fields", None)
+        start = _anchor(values, str(place), "start_anchor")
+        named = _object(values.get("fields"), f"{place}.fields")
         fields = {name: _read_field(name, value, f"{place}.fields.{shortened(name, 40)}") for name, value in named.items()}
         implicit = [name for name, shown in fields.items() if shown.open is None]
         if start is None or not fields or len(implicit) > 1:
@@ -66,37 +67,42 @@ class ResponseTemplate:
 
     def prefill(self, prompt: str) -> str:
         """The part of a prompt that belongs to the answer: what follows the last start anchor."""
-        end = max((match.end for match in self.start.find_all(prompt)), default=len(prompt))
-        return prompt[end:]
+        return prompt[max((match.end for match in self.start.find_all(prompt)), default=len(prompt)) :]
 
 
-def _object(value: object, place: str, keys: set[str] | None) -> dict[str, Any]:
+def _object(value: object, place: str, keys: Collection[str] | None = None) -> dict[str, Any]:
+    """An object. `keys`: the ones that it may have."""
     if not isinstance(value, dict):
         raise UnsupportedError("not an object", where=place, found=type(value).__name__)
-    for key in value if keys is not None else ():
-        if key not in keys:  # type: ignore[operator]
-            raise UnsupportedError("unknown key", where=f"{place}.{shortened(key, 40)}")
+    if keys is not None and (unknown := [key for key in value if key not in keys]):
+        raise UnsupportedError("unknown key", where=f"{place}.{shortened(unknown[0], 40)}")
     return value
 
 
-def _anchor(values: Mapping[str, Any], place: str, literal: str, pattern: str) -> StreamPattern | None:
-    """The anchor under one of two keys; None if there is neither."""
-    if literal in values and pattern in values:
-        raise UnsupportedError(f"has both {literal} and {pattern}", where=place)
-    if pattern in values:
-        if not isinstance(values[pattern], str):
-            raise UnsupportedError("not a text", where=f"{place}.{pattern}", found=type(values[pattern]).__name__)
+def _anchor(values: Mapping[str, Any], place: str, name: str) -> StreamPattern | None:
+    """The anchor under this key, or the same with "_pattern"; None if there is neither."""
+    regular = f"{name}_pattern"
+    if name in values and regular in values:
+        raise UnsupportedError(f"has both {name} and {regular}", where=place)
+    if regular in values:
+        pattern = _text(values[regular], f"{place}.{regular}")
         try:
-            return StreamPattern(pattern=values[pattern])
+            return StreamPattern(pattern=pattern)
         except UnsupportedError as error:
-            raise error.at(f"{place}.{pattern}") from error
-    if literal not in values:
+            raise error.at(f"{place}.{regular}") from error
+    if name not in values:
         return None
-    literals = values[literal] if isinstance(values[literal], list) else [values[literal]]
+    literals = values[name] if isinstance(values[name], list) else [values[name]]
     if not literals or not all(isinstance(text, str) and text for text in literals):
-        shown = quoted(values[literal], 80)
-        raise UnsupportedError("not a text", where=f"{place}.{literal}", expected="a text or a list of them", found=shown)
+        shown = quoted(values[name], 80)
+        raise UnsupportedError("not a text", where=f"{place}.{name}", expected="a text or a list of them", found=shown)
     return StreamPattern(literals)
+
+
+def _text(value: object, place: str) -> str:
+    if not isinstance(value, str):
+        raise UnsupportedError("not a text", where=place, found=type(value).__name__)
+    return value
 
 
 def _read_field(name: str, value: object, place: str) -> _Field:
@@ -105,17 +111,14 @@ def _read_field(name: str, value: object, place: str) -> _Field:
         expected = "content, reasoning_content or tool_calls"
         raise UnsupportedError("a field that minirt cannot pass on", where=place, expected=expected)
     values = _object(value, place, _FIELD_KEYS)
-    opening, closing = _anchor(values, place, "open", "open_pattern"), _anchor(values, place, "close", "close_pattern")
-    read, arguments = values.get("content", "text"), _object(values.get("content_args", {}), f"{place}.content_args", None)
+    read, arguments = values.get("content", "text"), _object(values.get("content_args", {}), f"{place}.content_args")
     if kind != "tool_calls" and (read != "text" or "transform" in values):
         raise UnsupportedError("is not plain text", where=place, expected="text without a transform", found=shortened(read, 40))
-    join = values.get("join")
-    if not isinstance(join, str | None):
-        raise UnsupportedError("not a text", where=f"{place}.join", found=type(join).__name__)
     _check_transform(values.get("transform"), f"{place}.transform")
+    join = "" if values.get("join") is None else _text(values["join"], f"{place}.join")
     return _Field(
-        kind, opening, closing, _reader(read, arguments, place), arguments.get("strip", True) is not False, join or "",
-        values.get("transform"), values.get("transform_each", False) is True,
+        kind, _anchor(values, place, "open"), _anchor(values, place, "close"), _reader(read, arguments, place),
+        arguments.get("strip", True) is not False, join, values.get("transform"), values.get("transform_each", False) is True,
     )  # fmt: skip
 
 
@@ -134,17 +137,17 @@ def _reader(name: object, arguments: Mapping[str, Any], place: str, depth: int =
     inner, inside = arguments.get("value_parser"), f"{place}.content_args"
     value: Callable[[str], Any] = str  # the text itself
     if inner is not None:
-        inner = _object(inner, f"{inside}.value_parser", {"name", "args"})
+        inner = _object(inner, f"{inside}.value_parser", ("name", "args"))
         if depth > 8:
             raise UnsupportedError("nested too deeply", where=f"{inside}.value_parser")
-        args = _object(inner.get("args", {}), f"{inside}.value_parser.args", None)
+        args = _object(inner.get("args", {}), f"{inside}.value_parser.args")
         value = _reader(inner.get("name", "text"), args, inside, depth + 1)
     strip: Callable[[str], str] = str.strip if arguments.get("strip", True) is not False else str
     match name:
         case "text":
             return strip
         case "int" | "float":
-            return lambda text: _number(text.strip(), "integer" if name == "int" else "number")
+            return lambda text: json.loads(number_json(text.strip(), "integer" if name == "int" else "number") or "")
         case "bool":
             return lambda text: text.strip().lower() in ("true", "1")
         case "json":
@@ -155,18 +158,11 @@ def _reader(name: object, arguments: Mapping[str, Any], place: str, depth: int =
                 raise UnsupportedError("not a separator", where=inside, found=quoted((line, pair), 80))
             return lambda text: _lines(text, line, pair, strip, value)
         case "xml-inline":
-            tag, merge = _anchor(arguments, inside, "", "tag_pattern"), arguments.get("merge_duplicates", False) is True
+            tag, merge = _anchor(arguments, inside, "tag"), arguments.get("merge_duplicates", False) is True
             if tag is None or "key" not in tag.names.values():
                 raise UnsupportedError("has no group named key", where=f"{inside}.tag_pattern")
             return lambda text: _tags(text, tag, value, merge)
     raise UnsupportedError("unknown content", where=f"{place}.content", found=shortened(name, 40))
-
-
-def _number(text: str, kind: str) -> int | float:
-    number = number_json(text, kind)
-    if number is None:
-        raise ValueError(text)
-    return json.loads(number)
 
 
 def _lines(text: str, line: str, pair: str, strip: Callable[[str], str], value: Callable[[str], Any]) -> dict[str, Any]:
@@ -209,29 +205,29 @@ def _json(text: str) -> Any:
     standard = escaped(text)
     if standard is None and text.lstrip()[:1] in ("{", "["):
         raise ValueError(text)
-    value = json.loads(text if standard is None else standard)
+    value = json.loads(standard or text)
     json.dumps(value, allow_nan=False)  # refuses NaN and 1e999
     return value
 
 
 def _standard(text: str, delimiters: Sequence[Sequence[str]], unquoted: bool) -> str:
     """JSON of a dialect as standard JSON: other marks around strings become quotes, bare keys get them."""
-    pieces, place, before = [], 0, ""  # `before`: the last character that is not white space
+    pieces, place, before = list[str](), 0, ""  # `before`: the last character that is not white space
     ended = set[str]()  # marks that do not come any more
     while place < len(text):
-        opening = next((pair for pair in delimiters if text.startswith(pair[0], place)), None)
-        end = -1 if opening is None or opening[1] in ended else text.find(opening[1], place + len(opening[0]))
-        if opening is not None and end >= 0:
-            piece, place = json_text(text[place + len(opening[0]) : end]), end + len(opening[1])
-        elif text[place] == '"':
-            string = re.compile(r'"(?:[^"\\]|\\.)*"?', re.DOTALL).match(text, place)
-            piece = text[place:] if string is None else string[0]  # without an end, it goes to the end of the text
-            place += len(piece)
-        elif unquoted and before in ("{", ",") and (key := re.compile(r"(\w+)(?=\s*:)").match(text, place)) is not None:
+        opening, closing = next((pair for pair in delimiters if text.startswith(pair[0], place)), ("", ""))
+        start = place + len(opening)
+        end = -1 if not opening or closing in ended else text.find(closing, start)
+        if end >= 0:
+            piece, place = json_text(text[start:end]), end + len(closing)
+        elif (string := _STRING.match(text, place)) is not None:  # without an end, it goes to the end of the text
+            piece, place = string[0], string.end()
+        elif unquoted and before in ("{", ",") and (key := _BARE_KEY.match(text, place)) is not None:
             piece, place = json_text(key[0]), key.end()
         else:
             piece, place = text[place], place + 1
-        ended |= {opening[1]} if opening is not None and end < 0 else set()
+        if opening and end < 0:
+            ended.add(closing)
         pieces.append(piece)
         before = piece.strip()[-1:] or before
     return "".join(pieces)
@@ -260,8 +256,8 @@ def _formed(transform: Any, scope: Mapping[str, Any]) -> Any:
 class _Region:
     """The region that is open. `field` is None between regions, if the template has no implicit field."""
 
-    def __init__(self, field: _Field | None, groups: Mapping[str, str] = MappingProxyType({}), opening: str = "") -> None:
-        self.field, self.groups, self.opening = field, groups, opening
+    def __init__(self, field: _Field | None, groups: Mapping[str, str] | None = None, opening: str = "") -> None:
+        self.field, self.groups, self.opening = field, groups or {}, opening
         self.body: list[str] = []  # of tool calls
         self.trimmer, self.sent = Trimmer(), False
 
@@ -349,14 +345,14 @@ class ResponseTemplateParser:
     def _close(self, marker: str) -> list[Event]:
         """Close the region that is open; text after it is implicit."""
         region, self._region = self._region, _Region(self._template.implicit)
-        raw = region.opening + "".join(region.body)
+        body = "".join(region.body)
+        raw = region.opening + body
         if region.field is None or region.field.kind != "tool_calls" or not raw:
             return []
-        if not self._may_call:
-            return content(raw + marker)
-        try:
-            calls = [self._call(value) for value in _values(region)]
-        except ValueError:
+        calls = None
+        with suppress(ValueError):
+            calls = [self._call(value) for value in _values(region.field, body, region.groups)] if self._may_call else None
+        if calls is None:
             return content(raw + marker)
         return [event for name, arguments in calls for event in (self._calls.start(name), self._calls.arguments(arguments))]
 
@@ -379,17 +375,12 @@ class ResponseTemplateParser:
         return name, "{" + ", ".join(f"{json_text(key)}: {value}" for key, value in typed.items()) + "}"
 
 
-def _values(region: _Region) -> list[Any]:
-    """The tool calls in a region, formed by its transform."""
-    field = region.field
-    if field is None:
-        return []
-    value = field.read("".join(region.body))
-    if field.transform is None:
-        return value if isinstance(value, list) else [value]
-    if field.transform_each:
+def _values(field: _Field, text: str, groups: Mapping[str, str]) -> list[Any]:
+    """The tool calls in a text, formed by the transform of its field."""
+    value = field.read(text)
+    if field.transform is not None and field.transform_each:
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
             raise ValueError(value)
-        return [_formed(field.transform, {**region.groups, **item}) for item in value]
-    formed = _formed(field.transform, {**region.groups, "content": value})
+        return [_formed(field.transform, {**groups, **item}) for item in value]
+    formed = value if field.transform is None else _formed(field.transform, {**groups, "content": value})
     return formed if isinstance(formed, list) else [formed]

@@ -14,7 +14,7 @@ class StopStrings:
     So the result does not depend on how the text is cut into pieces, and a complete match never waits for a longer one.
 
     Args:
-        stops: the stop strings.
+        stops: the stop strings; none is empty.
         include: whether the text includes the stop string.
         tokens: the special tokens among `stops`; see `stop_tokens`.
 
@@ -23,8 +23,6 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False, tokens: Mapping[int, str] | None = None) -> None:
-        if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
-            raise InputError("not a list of non-empty strings", where="stop", found=repr(stops)[:80])
         self._stops = tuple(stops)
         self.match: str | None = None
         self._held, self._include, self._tokens = "", include, tokens or {}

@@ -6,6 +6,7 @@ Machine Approach"), so the first match is that of `re`, with its groups.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from re import _constants as ops  # type: ignore[attr-defined]
 from typing import Any, NamedTuple
 
@@ -26,28 +27,38 @@ class Match(NamedTuple):
     groups: dict[str, str]
 
 
-class StreamPattern:
-    """Literals, of which any counts, or a regular expression in which a dot also stands for a newline.
+class _Node:
+    """An instruction. `then`: those that follow it, in the order in which `re` would try them.
 
-    Attributes:
-        names: the named groups, by their numbers.
+    Its `kind` is "match", "save" (a place of a group), "split" (to none, if no match goes on here), or that of a node of Python's
+    syntax tree for one character.
     """
+
+    __slots__ = ("argument", "kind", "then")
+
+    def __init__(self, kind: Any, argument: Any = None, then: "Sequence[_Node]" = ()) -> None:
+        self.kind, self.argument, self.then = kind, argument, then
+
+    def accepts(self, character: str) -> bool:
+        return self.kind is ops.ANY or accepts(self.kind, self.argument, character)
+
+
+class StreamPattern:
+    """Literals, of which any counts, or a regular expression in which a dot also stands for a newline."""
 
     def __init__(self, literals: Sequence[str] = (), pattern: str | None = None) -> None:
         """
         Raises:
             UnsupportedError: the pattern uses what is not known, or can match nothing.
         """
-        self.literals = list(literals)
-        self.program: list[tuple] = []
-        self.names: dict[int, str] = {}
-        self._first: dict[str, bool] = {}  # character → whether a match can begin with it
+        self.literals, self._size = list(literals), 0
+        self.names: dict[int, str] = {}  # of groups, by their numbers
+        self.begins = lru_cache(_MAX_PROGRAM)(self._begins)
         if pattern is None:
             return
         tree = parsed(pattern)
         self.names = {number: name for name, number in tree.state.groupdict.items()}
-        self._compile(tree)
-        self.program.append(("match",))
+        self.first = self._compile(tree, _Node("match"))
         if StreamSearch(self).next("", 0, 0, final=True)[0] is not None:
             raise UnsupportedError("the pattern can match nothing", found=pattern)
 
@@ -64,87 +75,66 @@ class StreamPattern:
 
     # --- the virtual machine ---
 
-    def _compile(self, nodes: Any) -> None:
-        program = self.program
-        for operation, argument in nodes:
-            if len(program) > _MAX_PROGRAM:
-                raise UnsupportedError("the pattern is too large")
-            if operation is ops.SUBPATTERN:
-                name = self.names.get(argument[0])
-                program += [("save", name, 0)] if name else []
-                self._compile(argument[3])
-                program += [("save", name, 1)] if name else []
-            elif operation is ops.BRANCH:
-                self._branch(argument[1])
-            elif operation in (ops.MAX_REPEAT, ops.MIN_REPEAT):
-                self._repeat(argument[0], argument[1], argument[2], operation is ops.MIN_REPEAT)
-            elif operation is ops.AT:
-                if argument not in (ops.AT_END, ops.AT_END_STRING):
-                    raise UnsupportedError("the pattern has an anchor that a stream does not know")
-                program.append(("never",))  # a region ends at the end of the text anyway
-            else:
-                program.append(("any",) if operation is ops.ANY else ("one", operation, argument))
+    def _compile(self, nodes: Any, then: _Node) -> _Node:
+        """The first instruction of nodes of Python's syntax tree. `then`: what comes after them."""
+        for operation, argument in reversed(nodes):
+            then = self._node(operation, argument, then)
+        return then
 
-    def _branch(self, branches: Sequence[Any]) -> None:
-        program, jumps = self.program, []
-        for branch in branches[:-1]:
-            split = len(program)
-            program.append(("split", 0, 0))
-            self._compile(branch)
-            jumps.append(len(program))
-            program.append(("jump", 0))
-            program[split] = ("split", split + 1, len(program))
-        self._compile(branches[-1])
-        for jump in jumps:
-            program[jump] = ("jump", len(program))
+    def _node(self, operation: Any, argument: Any, then: _Node) -> _Node:
+        self._size += 1
+        if self._size > _MAX_PROGRAM:
+            raise UnsupportedError("the pattern is too large")
+        if operation is ops.BRANCH:
+            return _Node("split", None, [self._compile(branch, then) for branch in argument[1]])
+        if operation is ops.SUBPATTERN:
+            name = self.names.get(argument[0])
+            if name is None:
+                return self._compile(argument[3], then)
+            return _Node("save", (name, 0), [self._compile(argument[3], _Node("save", (name, 1), [then]))])
+        if operation in (ops.MAX_REPEAT, ops.MIN_REPEAT):
+            least, most, body = argument
+            return self._repeat(least, most, body, then, -1 if operation is ops.MIN_REPEAT else 1)
+        if operation is not ops.AT:
+            return _Node(operation, argument, [then])
+        if argument not in (ops.AT_END, ops.AT_END_STRING):
+            raise UnsupportedError("the pattern has an anchor that a stream does not know")
+        return _Node("split")  # a region ends at the end of the text anyway
 
-    def _repeat(self, least: int, most: Any, body: Any, lazy: bool) -> None:
-        program = self.program
+    def _repeat(self, least: int, most: Any, body: Any, then: _Node, order: int) -> _Node:
+        """`order`: 1, or -1 if fewer repetitions are preferred."""
         if int(most) > 1 and body.getwidth()[0] == 0:
             raise UnsupportedError("the pattern repeats what can be empty")
-        for _ in range(int(least)):
-            self._compile(body)
-        splits = []
-        for _ in range(1 if most is ops.MAXREPEAT else int(most) - int(least)):
-            splits.append(len(program))
-            program.append(("split", 0, 0))
-            self._compile(body)
+        first = _Node("split") if most is ops.MAXREPEAT else then
         if most is ops.MAXREPEAT:
-            program.append(("jump", splits[0]))
-        for split in splits:
-            ways = (split + 1, len(program))
-            program[split] = ("split", *(reversed(ways) if lazy else ways))
+            first.then = [self._compile(body, first), then][::order]
+        for _ in range(0 if most is ops.MAXREPEAT else most - least):
+            first = _Node("split", None, [self._compile(body, first), then][::order])
+        for _ in range(least):
+            first = self._compile(body, first)
+        return first
 
-    def begins(self, character: str) -> bool:
+    def _begins(self, character: str) -> bool:
         """Whether a match can begin with this character. Most characters of a text cannot, and need no threads."""
-        if character not in self._first:
-            threads: list[tuple[int, int, dict]] = []
-            self.add(threads, set(), 0, 0, {}, 0)
-            kinds = [self.program[instruction] for instruction, _, _ in threads]
-            begins = any(kind[0] != "one" or accepts(kind[1], kind[2], character) for kind in kinds)
-            if len(self._first) >= _MAX_PROGRAM:
-                self._first.clear()
-            self._first[character] = begins
-        return self._first[character]
+        threads: list[tuple[_Node, int, dict]] = []
+        self.add(threads, set(), self.first, 0, {}, 0)
+        return any(node.accepts(character) for node, _, _ in threads)
 
-    def add(self, threads: list, seen: set[int], instruction: int, begun: int, saved: dict, place: int) -> None:
-        """Add the threads that `instruction` leads to without a character, in order, each instruction once."""
-        stack = [(instruction, saved)]
+    def add(self, threads: list, seen: set[_Node], node: _Node, begun: int, saved: dict, place: int) -> None:
+        """Add the threads that `node` leads to without a character, in order, each node once."""
+        stack = [(node, saved)]
         while stack:
-            instruction, saved = stack.pop()
-            if instruction in seen:
+            node, saved = stack.pop()
+            if node in seen:
                 continue
-            seen.add(instruction)
-            kind = self.program[instruction]
-            if kind[0] == "jump":
-                stack.append((kind[1], saved))
-            elif kind[0] == "split":
-                stack += [(kind[2], saved), (kind[1], saved)]
-            elif kind[0] == "save":
-                begin = place if kind[2] == 0 else saved[kind[1]][0]
-                stack.append((instruction + 1, saved | {kind[1]: (begin, -1 if kind[2] == 0 else place)}))
-            elif kind[0] != "never":
-                threads.append((instruction, begun, saved))
+            seen.add(node)
+            if node.kind == "save":
+                name, is_end = node.argument
+                saved = saved | {name: (saved[name][0], place) if is_end else (place, -1)}
+            if node.kind in ("save", "split"):
+                stack += [(then, saved) for then in reversed(node.then)]
+            else:
+                threads.append((node, begun, saved))
 
 
 class StreamSearch:
@@ -161,7 +151,7 @@ class StreamSearch:
     def _restart(self, place: int) -> None:
         self.place = place  # no match begins before it, but those of `_best` and `_threads`
         self._best: Match | None = None
-        self._threads: list[tuple[int, int, dict]] = []  # (instruction, start of the match, saved places), best first
+        self._threads: list[tuple[_Node, int, dict]] = []  # (node, start of the match, saved places), best first
 
     def next(self, text: str, base: int, start: int, final: bool) -> tuple[Match | None, int]:
         """The first match from `start` on, and the place from which text must be kept, because a match may have begun there.
@@ -171,8 +161,8 @@ class StreamSearch:
             start: at least that of the last call.
             final: no text follows, so nothing is kept. Else a match that more text could replace by another is not returned yet.
         """
-        begun = [self._best.start] if self._best is not None else []
-        if min([*begun, *(thread[1] for thread in self._threads)], default=start) < start:
+        best = [] if self._best is None else [self._best.start]
+        if min([*best, *(begun for _, begun, _ in self._threads)], default=start) < start:
             self._restart(start)
         self.place = max(self.place, start)
         return self._literal(text, base, final) if self._anchor.literals else self._pattern(text, base, final)
@@ -195,19 +185,17 @@ class StreamSearch:
                 self.place += 1
                 continue
             if self._best is None and place < end + final:
-                anchor.add(threads, {thread[0] for thread in threads}, 0, place, {}, place)
-            following: list[tuple[int, int, dict]] = []
-            seen: set[int] = set()
-            for instruction, begun, saved in threads:
-                kind = anchor.program[instruction]
-                if kind[0] == "match":
+                anchor.add(threads, {node for node, _, _ in threads}, anchor.first, place, {}, place)
+            following, seen = list[tuple[_Node, int, dict]](), set[_Node]()
+            for node, begun, saved in threads:
+                if node.kind == "match":
                     groups = {name: text[a - base : b - base] for name, (a, b) in saved.items() if b >= 0}
                     self._best = Match(begun, place, groups)
                     break
                 if place == end:
-                    following.append((instruction, begun, saved))  # waits for the next character
-                elif (final or place - begun < MAX_MATCH) and (kind[0] == "any" or accepts(kind[1], kind[2], text[place - base])):
-                    anchor.add(following, seen, instruction + 1, begun, saved, place + 1)
+                    following.append((node, begun, saved))  # waits for the next character
+                elif (final or place - begun < MAX_MATCH) and node.accepts(text[place - base]):
+                    anchor.add(following, seen, node.then[0], begun, saved, place + 1)
             self._threads = following
             if place == end:
                 break

@@ -157,15 +157,13 @@ def left_out(probe: Probe, form: MessageForm, kinds: Sequence[Kind], tools: bool
 def _tool_form(probe: Probe, form: MessageForm) -> MessageForm:
     """`form` with the form of tool calls with which the template shows most of a call; the most common one of several."""
     best, text = form, ""
-    for short, named in itertools.product((False, True), repeat=2):
-        for as_text, null in itertools.product((False, True), repeat=2):
-            other = replace(form, short_ids=short, named_results=named, text_arguments=as_text, null_content=null)
-            rendered = probe.render(_tool_chat(), other, tools=True)
-            if _shown(rendered) > _shown(text):
-                best, text = other, rendered
-            if _shown(text) == _ALL_SHOWN:
-                break
-        if _RESULT in text:  # ids and names are changed only for templates that demand it, by an error
+    for short, named, as_text, null in itertools.product((False, True), repeat=4):
+        other = replace(form, short_ids=short, named_results=named, text_arguments=as_text, null_content=null)
+        rendered = probe.render(_tool_chat(), other, tools=True)
+        if _shown(rendered) > _shown(text):
+            best, text = other, rendered
+        # Ids and names are changed only for templates that demand it, by an error.
+        if _shown(text) == _ALL_SHOWN or (as_text and null and _RESULT in text):
             break
     if text and not best.null_content:  # where both contents are accepted, "" may open an empty block, and null become "None"
         other = replace(best, null_content=True)

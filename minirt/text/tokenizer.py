@@ -13,7 +13,7 @@ from typing import Any
 from minirt.errors import ConfigError, ContextLengthError, InputError, TokenizerError, printable, quoted, shortened
 from minirt.files import parse_json, present, read_json, read_text
 from minirt.text.chat_template import ChatTemplate
-from minirt.text.tokenizer_file import TokenBound, byte_alphabet, check, decoder_steps, splits_wrongly
+from minirt.text.tokenizer_file import byte_alphabet, check, decoder_steps, splits_wrongly, token_bound
 from minirt.text.tokenizers_library import TokenizersLibrary
 from minirt.wording import warn
 
@@ -21,7 +21,8 @@ from minirt.wording import warn
 _OTHER_FILES = ("tokenizer_config.json", "tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "merges.txt")
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
-_BEFORE = ("\n", ".", "a", "0", "(", "文")  # texts before a part of a text, of different kinds
+_BEFORE = ("", "\n", ".", "a", "0", "(", "文")  # texts before a part of a text, of different kinds
+_MAX_PIECES = 1 << 18  # whose texts are kept
 MAX_TOKENIZER_FILE = 128 << 20  # bytes; the largest known are about 35 MB
 MAX_SMALL_FILE = 16 << 20  # tokenizer_config.json and special_tokens_map.json
 
@@ -41,6 +42,10 @@ class Tokenizer:
 
     Attributes:
         special_tokens: the texts of the special tokens, which `skip_special_tokens` leaves out.
+        info: tokenizer_config.json with the special tokens as texts, and with the chat template, whichever files have them.
+        piece: see `_piece`. It keeps what it has returned.
+        serialized: returns it as the content of a tokenizer.json, in which all special tokens are flagged.
+        tool_template: the source of the chat template for conversations with tools, by which their format can be recognised.
         min_tokens: a lower bound on the number of token ids of a text, from its number of characters; 0 if there is none. It
             takes almost no time, while tokenizing takes seconds for each megabyte and cannot be interrupted.
     """
@@ -61,10 +66,11 @@ class Tokenizer:
         # Whether a token's text depends on its neighbours, or that of a byte token on its run. Fuse and Strip keep characters.
         after_bytes = steps[steps.index("ByteFallback") + 1 :][:1] if self._byte_fallback else []
         self.has_neighbours = "BPEDecoder" in steps or after_bytes not in ([], ["Fuse"])
-        texts = _joined(older_path, older, config_path, config)
-        self._special = {name: text for name, text in texts.items() if text}
+        self._special = {name: text for name, text in _joined(older_path, older, config_path, config).items() if text}
         self._chat_template = ChatTemplate(folder, config, self._special)
-        self._config = config
+        self.info: dict[str, Any] = config | self._special | {"chat_template": self._chat_template.source}
+        self.serialized = self._library.serialized
+        self.has_chat_template, self.tool_template = self._chat_template.source is not None, self._chat_template.tool_source
         _check_added_tokens(config.get("added_tokens_decoder"), self._library, config_path, "added_tokens_decoder")
         older_added = {str(key): {"content": text} for text, key in _optional(folder / "added_tokens.json").items()}
         _check_added_tokens(older_added, self._library, folder, "added_tokens.json")
@@ -88,10 +94,10 @@ class Tokenizer:
         if splits_wrongly(content, _optional(folder / "config.json"), len(vocabulary)):
             what = "texts are split otherwise than by Mistral's own tokenizer, so some get other tokens than in training"
             _warn(f"{path}: {what}; load it in transformers with fix_mistral_regex=True, and save it")
-        self.min_tokens = TokenBound.of(content, vocabulary)
+        self.min_tokens = token_bound(content, vocabulary)
         # What `IncrementalDecoder` has found out about tokens, with and without special ones.
         self._decoded: dict[bool, dict[int, str | bytes]] = {False: {}, True: {}}
-        self._inner: dict[int, str] = {}
+        self.piece = functools.lru_cache(_MAX_PIECES)(self._piece)
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer | None":
@@ -108,15 +114,6 @@ class Tokenizer:
             raise TokenizerError("is missing, and other formats are not supported", where=path, found=others, hint=hint)
         return None
 
-    @property
-    def info(self) -> dict[str, Any]:
-        """tokenizer_config.json with the special tokens as texts, and with the chat template, whichever files have them."""
-        return self._config | self._special | {"chat_template": self._chat_template.source}
-
-    @property
-    def has_chat_template(self) -> bool:
-        return self._chat_template.source is not None
-
     def token_id(self, text: str) -> int | None:
         """The id of the token spelled exactly `text`, or None."""
         return self._library.token_to_id(text)
@@ -124,10 +121,6 @@ class Tokenizer:
     def ids(self) -> frozenset[int]:
         """All token ids. There may be gaps between them."""
         return frozenset(self._library.vocabulary().values())
-
-    def serialized(self) -> str:
-        """It as the content of a tokenizer.json, in which all special tokens are flagged."""
-        return self._library.serialized()
 
     def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
         """Token ids of a plain prompt, with the special tokens of tokenizer.json's post-processor, but never a second BOS.
@@ -183,14 +176,11 @@ class Tokenizer:
         The text is encoded after another one, if its tokens do not merge with those before. Where none fits, as with a part of a
         word that no token stands for, it is encoded as a whole text.
         """
-        whole = self._encode(text, False)
-        if self._keeps_start(whole, text):
-            return whole
         for before in _BEFORE:
             start, both = self._encode(before, False), self._encode(before + text, False)
             if both[: len(start)] == start and self._keeps_start(both[len(start) :], text):
                 return both[len(start) :]
-        return whole
+        return self._encode(text, False)
 
     def _keeps_start(self, ids: Sequence[int], text: str) -> bool:
         """Whether ids have the same white space at the beginning, inside a text, as `text`."""
@@ -221,6 +211,14 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for inside a text, possibly of a part of a character. Unknown ids have none."""
+        piece = self.piece(token_id)
+        return piece if isinstance(piece, bytes) else piece.encode()
+
+    def _piece(self, token_id: int) -> bytes | str:
+        """The bytes of a token that may stand for part of a character, the text of another; b"" of an unknown id.
+
+        It is that inside a text, where a leading space counts.
+        """
         token = self._library.id_to_token(token_id)
         if token is None:
             return b""
@@ -228,25 +226,11 @@ class Tokenizer:
             alphabet = byte_alphabet()
             in_alphabet = alphabet.keys() >= set(token)  # false for some added tokens, which are literal text
             return bytes(alphabet[c] for c in token) if in_alphabet else token.encode()
-        return bytes.fromhex(token[3:5]) if self.is_part(token_id) else self.inner_text(token_id).encode()
-
-    def is_part(self, token_id: int) -> bool:
-        """Whether a token stands for bytes that may be part of a character."""
-        if self.is_byte_level:
-            return True
-        token = self._library.id_to_token(token_id) if self._byte_fallback else None
-        byte = None if token is None else _BYTE_TOKEN.fullmatch(token)
-        if byte is None:
-            return False
-        value = int(byte[1], 16)
-        return self.inner_text(token_id) == (chr(value) if value < 0x80 else "\ufffd")  # else a step before has changed it
-
-    def inner_text(self, token_id: int) -> str:
-        """The text of a token inside a text, where its leading space counts. Not for parts of characters."""
-        if (text := self._inner.get(token_id)) is None:
-            first = self.decode([token_id], skip_special_tokens=False)
-            text = self.decode([token_id, token_id], skip_special_tokens=False)[len(first) :]
-            self._inner[token_id] = text
+        first = self.decode([token_id], skip_special_tokens=False)
+        text = self.decode([token_id, token_id], skip_special_tokens=False)[len(first) :]
+        if self._byte_fallback and (digits := _BYTE_TOKEN.fullmatch(token)) is not None:
+            byte = bytes.fromhex(digits[1])
+            return byte if text == byte.decode("ascii", "replace") else text  # else a step before has changed it
         return text
 
     def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
@@ -269,12 +253,6 @@ class Tokenizer:
         """The ids of tokens that were added to the vocabulary, such as ends of turns and the tags of tool calls."""
         ids = (self.token_id(text) for text in {*self._library.added_tokens(), *self.special_tokens})
         return frozenset(token for token in ids if token is not None)
-
-    @property
-    def tool_template(self) -> str | None:
-        """The source of the chat template for conversations with tools, by which their format can be recognised."""
-        return self._chat_template.tool_source
-
 
 def _optional(path: Path) -> dict[str, Any]:
     """The JSON object in an optional file; {} if it is absent."""
@@ -342,23 +320,21 @@ def eos_token_ids(
     for file, source in (("generation_config.json", generation_config or {}), ("config.json", config)):
         value = source.get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
-        for token in ids:
-            if type(token) is not int or token < 0:
-                raise ConfigError("eos_token_id is not a token id", where=file, expected="integers ≥ 0", found=value)
+        if any(type(token) is not int or token < 0 for token in ids):
+            raise ConfigError("eos_token_id is not a token id", where=file, expected="integers ≥ 0", found=value)
         if ids:
             stated[file] = ids
     stating, ends = next(iter(stated.items()), ("", []))
     joined = list(dict.fromkeys(ends))
     if tokenizer is not None:
-        for token, what in (
-            (tokenizer.eos_token_id, "the tokenizer's eos_token"),
-            (tokenizer.end_of_turn_id, "with which the chat template ends an answer"),
-        ):
-            if token is not None and token not in joined:
-                joined.append(token)
-                if stating:
-                    text = tokenizer.decode([token], skip_special_tokens=False)
-                    _warn(f"{stating}: eos_token_id is {ends}; {token} ({text!r}), {what}, ends a text, too")
+        turn = tokenizer.end_of_turn_id, "with which the chat template ends an answer"
+        for token, what in ((tokenizer.eos_token_id, "the tokenizer's eos_token"), turn):
+            if token is None or token in joined:
+                continue
+            joined.append(token)
+            if stating:
+                text = tokenizer.decode([token], skip_special_tokens=False)
+                _warn(f"{stating}: eos_token_id is {ends}; {token} ({text!r}), {what}, ends a text, too")
     unused = [token for token in stated.get("config.json", ()) if token not in joined]
     if unused:
         _warn(f"config.json: the eos_token_id {unused} is not used: generation_config.json, which takes precedence, has {ends}")

@@ -6,8 +6,7 @@ The library has already loaded the file, so its parts are well-formed. Fields th
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +38,13 @@ def byte_alphabet() -> dict[str, int]:
 
 def decoder_steps(library: TokenizersLibrary, path: Path) -> list[str]:
     """The types of the decoder's steps; [] without a decoder. A decoder that cannot be streamed exactly is an error."""
-    steps = list(_steps(library.decoder(), "decoders"))
+    steps = list(steps_of(library.decoder(), "decoders"))
     names = [step["type"] for step in steps]
     # A strip of several characters needs more than one token of context. A strip at the end takes back emitted text.
     bad = any(step["type"] == "Strip" and (step["start"] > 1 or step["stop"] > 0) for step in steps)
     bad |= "Fuse" in names and not {"Strip"}.issuperset(names[names.index("Fuse") + 1 :])  # steps after Fuse see the whole text
     if names != ["ByteLevel"] and (bad or not _WINDOW_DECODERS.issuperset(names)):
-        shown = shortened(json.dumps(steps))
-        raise TokenizerError("this decoder cannot be streamed exactly", where=path, found=shown)
+        raise TokenizerError("this decoder cannot be streamed exactly", where=path, found=shortened(json.dumps(steps)))
     return names
 
 
@@ -91,68 +89,52 @@ def splits_wrongly(content: Mapping[str, Any], config: Mapping[str, Any], vocab_
     release = re.match("[0-9]+", str(config.get("transformers_version")))
     if config.get("model_type") not in _TEKKEN_TYPES or vocab_size <= 100_000 or (release and int(release[0]) >= 5):
         return False
-    steps = list(_steps(content.get("pre_tokenizer"), "pretokenizers"))
+    steps = list(steps_of(content.get("pre_tokenizer"), "pretokenizers"))
     return bool(steps) and all(step.get("pattern") != {"Regex": _TEKKEN} for step in steps)
 
 
-@dataclass(frozen=True)
-class TokenBound:
-    """A lower bound on the number of tokens of a text, from its number of characters or bytes.
+def token_bound(content: Mapping[str, Any], vocabulary: Mapping[str, int]) -> Callable[[str], int]:
+    """A lower bound on the number of tokens of a text. It takes milliseconds for a million characters.
 
-    Attributes:
-        longest: characters of the longest token, or bytes with a byte-level tokenizer; None: there is no bound.
-        composed: maximum number of characters that the normalizer combines into one, in texts that are not ASCII.
-        strips: whether added tokens remove whitespace around them.
-        dropped: bytes that a byte-level vocabulary lacks, so they give no token.
+    It is above 0 only for BPE, and only if every step `_keeps_length`, and each unknown character is its own token or an
+    uncounted byte.
+
+    Args:
+        content: of a tokenizer.json.
+        vocabulary: all tokens, added ones included.
     """
-
-    longest: int | None = None
-    composed: int = 1
-    strips: bool = False
-    dropped: bytes = b""
-
-    @classmethod
-    def of(cls, content: Mapping[str, Any], vocabulary: Mapping[str, int]) -> "TokenBound":
-        """The bound for a tokenizer.json. `vocabulary`: all tokens, added ones included.
-
-        There is one only for BPE, and only if every step `_keeps_length`, and each unknown character is its own token or an
-        uncounted byte.
-        """
-        model = _object(content.get("model"))
-        normalizers = list(_steps(content.get("normalizer"), "normalizers"))
-        splitters = list(_steps(content.get("pre_tokenizer"), "pretokenizers"))
-        if not all(map(_keeps_length, (*normalizers, *splitters, *_steps(content.get("post_processor"), "processors")))):
-            return cls()
-        composing = sum(step["type"] in ("NFC", "NFKC") for step in normalizers)
-        composed, same = _COMPOSED**composing, composing == len(normalizers)  # only these leave ASCII unchanged
+    model = _object(content.get("model"))
+    normalizers = list(steps_of(content.get("normalizer"), "normalizers"))
+    splitters = list(steps_of(content.get("pre_tokenizer"), "pretokenizers"))
+    steps = (*normalizers, *splitters, *steps_of(content.get("post_processor"), "processors"))
+    bare = not model.get("continuing_subword_prefix") and not model.get("end_of_word_suffix")
+    if model.get("type") != "BPE" or not bare or not vocabulary or not all(map(_keeps_length, steps)):
+        return lambda text: 0
+    composing = sum(step["type"] in ("NFC", "NFKC") for step in normalizers)
+    # The most characters that the normalizer combines into one, in texts that are not ASCII.
+    composed, same = _COMPOSED**composing, composing == len(normalizers)  # only these leave ASCII unchanged
+    dropped = b""  # bytes that a byte-level vocabulary lacks, so they give no token
+    if (missing := _missing_bytes(content, model)) != b"" and (model.get("unk_token") is None or model.get("fuse_unk")):
         changes = sum(step["type"] in ("ByteLevel", "Metaspace") for step in splitters)
-        bare = not model.get("continuing_subword_prefix") and not model.get("end_of_word_suffix")
-        if model.get("type") != "BPE" or not bare or not vocabulary:
-            return cls()
-        dropped = b""
-        if (missing := _missing_bytes(content, model)) != b"" and (model.get("unk_token") is None or model.get("fuse_unk")):
-            if missing is None or not same or changes != 1:  # the model gets other bytes than those of the text
-                return cls()
-            dropped = missing
-        longest = max(1, *map(len, vocabulary))
-        added = [_object(token) for token in content.get("added_tokens") or ()]
-        if dropped:  # bytes are counted: a byte-level token has one letter per byte, an added token is plain text
-            longest = max(longest, *(len(str(token.get("content")).encode()) for token in added), 1)
-        strips = any(token.get("lstrip") or token.get("rstrip") for token in added)
-        return cls(longest, composed, strips, dropped)
+        if missing is None or not same or changes != 1:  # the model gets other bytes than those of the text
+            return lambda text: 0
+        dropped = missing
+    longest = max(1, *map(len, vocabulary))  # characters of the longest token, or bytes if bytes are counted
+    added = [_object(token) for token in content.get("added_tokens") or ()]
+    if dropped:  # bytes are counted: a byte-level token has one letter per byte, an added token is plain text
+        longest = max(longest, *(len(str(token.get("content")).encode()) for token in added), 1)
+    strips = any(token.get("lstrip") or token.get("rstrip") for token in added)  # whether they remove white space around them
 
-    def __call__(self, text: str) -> int:
-        """A lower bound on the number of tokens of `text`. Takes milliseconds for a million characters."""
-        plain = self.composed == 1 or text.isascii()
-        if self.longest is None or (self.dropped and not plain):
+    def bound(text: str) -> int:
+        plain = composed == 1 or text.isascii()
+        if dropped and not plain:
             return 0
-        counted: str | bytes = text
-        if self.dropped:
-            counted = text.encode("utf-8", "surrogatepass").translate(None, self.dropped)
-        length = len(counted)
-        if self.strips:
-            length -= sum(text.count(space) * (len(space.encode()) if self.dropped else 1) for space in _WHITESPACE)
-        return max(0, -(-length // (self.longest * (1 if plain else self.composed))))
+        length = len(text.encode("utf-8", "surrogatepass").translate(None, dropped) if dropped else text)
+        if strips:
+            length -= sum(text.count(space) * (len(space.encode()) if dropped else 1) for space in _WHITESPACE)
+        return max(0, -(-length // (longest * (1 if plain else composed))))
+
+    return bound
 
 
 def _keeps_length(step: Mapping[str, Any]) -> bool:
@@ -176,7 +158,7 @@ def _missing_bytes(content: Mapping[str, Any], model: Mapping[str, Any]) -> byte
         return None
     if model.get("byte_fallback") and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
         return b""
-    last = [step["type"] for step in _steps(content.get("pre_tokenizer"), "pretokenizers")][-1:]
+    last = [step["type"] for step in steps_of(content.get("pre_tokenizer"), "pretokenizers")][-1:]
     if last != ["ByteLevel"]:
         return None
     return bytes(sorted(byte for letter, byte in byte_alphabet().items() if letter not in vocabulary and byte not in _NOT_UTF8))
@@ -187,14 +169,14 @@ def _vocabulary(model: Mapping[str, Any]) -> Mapping[str, Any]:
     return _object(model.get("vocab"))
 
 
-def _steps(part: Any, inner: str) -> Iterator[Mapping[str, Any]]:
+def steps_of(part: Any, inner: str) -> Iterator[dict[str, Any]]:
     """The steps of a part of tokenizer.json, in order. A "Sequence" has them under the key `inner`, and may be nested."""
-    part = _object(part)
-    if part.get("type") == "Sequence":
+    if isinstance(part, dict) and part.get("type") == "Sequence":
         for step in part.get(inner) or ():
-            yield from _steps(step, inner)
-    elif part:
-        yield {"type": None} | dict(part)
+            yield from steps_of(step, inner)
+    elif part and isinstance(part, dict):
+        part.setdefault("type", None)
+        yield part
 
 
 def _object(value: Any) -> Mapping[str, Any]:

@@ -6,20 +6,30 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from minirt.errors import InputError, TokenizerError, shortened
+from minirt.errors import InputError, MinirtError, TokenizerError, shortened
 
 _T = TypeVar("_T")
 _DAMAGED = "get the file again"
 _TEXT = "the tokenizer of this model cannot process this text, such as a very long run of one character"
 
 
-class TokenizersLibrary:
-    """A `tokenizers.Tokenizer`, loaded from the content of a tokenizer.json.
+def call_rust(function: Callable[[], _T], failure: Callable[[BaseException], MinirtError]) -> _T:
+    """The result of a function that calls a library in Rust. `failure`: from its exception to the error.
 
-    The library is written in Rust. Where it panics, it raises PanicException, which derives from BaseException and cannot be
-    imported, so `except Exception` does not catch it. `_call` turns it, and every other exception, into a `TokenizerError`. Each
-    use of the library goes through `_call`.
+    Where such a library panics, it raises PanicException, which derives from BaseException and cannot be imported.
     """
+    try:
+        return function()
+    except MinirtError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise  # Ctrl-C
+        raise failure(error) from error
+
+
+class TokenizersLibrary:
+    """A `tokenizers.Tokenizer`, loaded from the content of a tokenizer.json. Each use of the library goes through `_call`."""
 
     def __init__(self, content: bytes, path: Path) -> None:
         """Load `content`, which was read from `path`. Errors name `path`."""
@@ -66,8 +76,7 @@ class TokenizersLibrary:
 
     def added_tokens(self) -> dict[str, bool]:
         """The texts of the added tokens, each of which becomes that token in a text; and whether they are flagged as special."""
-        added = self._call(lambda: self._tokenizer.get_added_tokens_decoder())
-        return {token.content: token.special for token in added.values()}
+        return {token.content: token.special for token in self._call(lambda: self._tokenizer.get_added_tokens_decoder()).values()}
 
     def add_special_tokens(self, tokens: list[str]) -> None:
         self._call(lambda: self._tokenizer.add_special_tokens(tokens))
@@ -83,14 +92,13 @@ class TokenizersLibrary:
 
     def _call(
         self, function: Callable[[], _T], what: str = "failed", hint: str = _DAMAGED,
-        refusal: Callable[[Exception], InputError] | None = None,
+        refusal: Callable[[BaseException], InputError] | None = None,
     ) -> _T:  # fmt: skip
         """The function's result. `refusal` makes the error for an argument that the library does not take."""
-        try:
-            return function()
-        except BaseException as error:
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise  # Ctrl-C
+
+        def failure(error: BaseException) -> MinirtError:
             if refusal is not None and isinstance(error, TypeError | OverflowError | UnicodeError):
-                raise refusal(error) from error
-            raise TokenizerError(f"{what}: {shortened(error)}", where=self._path, hint=hint) from error
+                return refusal(error)
+            return TokenizerError(f"{what}: {shortened(error)}", where=self._path, hint=hint)
+
+        return call_rust(function, failure)

@@ -15,7 +15,7 @@ White space between content and calls is left out. Arguments are passed on as th
 import json
 import re
 import string
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -23,7 +23,6 @@ from minirt.text.json_checker import JsonChecker, escaped, is_unicode, json_text
 from minirt.text.reply import Calls, Event, Parser, State, StatefulParser, content, first_marker, held_length
 from minirt.text.tools import Tool, typed_json
 
-_READING, _DONE, _BAD = "reading", "done", "bad"
 _CALL_KEYS = ("name", "arguments", "parameters", "type", "id")
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _MAX_NAME = 200
@@ -53,37 +52,38 @@ class _CallReader:
         self._arguments: str | None = None  # complete, but not sent
         self._streams = False  # whether `_part` belongs to arguments that are sent as they come
 
-    def feed(self, text: str, start: int) -> tuple[list[Event], int, str]:
-        """Read text from `start` on. Returns events, where the read text ends, and the status."""
+    def feed(self, text: str, start: int) -> tuple[list[Event], int, bool | None]:
+        """Read text from `start` on. Returns events, where the read text ends, and whether it is a call; None if it goes on."""
         events: list[Event] = []
-        status, end = _READING, start
-        while status is _READING and end < len(text):
-            status = self._push(text[end], events)
-            end += status is not _BAD
+        is_call, end = None, start
+        while is_call is None and end < len(text):
+            is_call = self._push(text[end], events)
+            end += is_call is not False
         if self._streams and self._part:
             events.append(self._calls.arguments("".join(self._part)))
             self._part.clear()
-        if status is _DONE and not self.started:
-            status = self._whole(events)
-        return events, end, status
+        if is_call and not self.started:
+            is_call = self._whole(events)
+        return events, end, is_call
 
-    def _push(self, character: str, events: list[Event]) -> str:
+    def _push(self, character: str, events: list[Event]) -> bool | None:
+        """Add a character; see `feed`."""
         checker, depth = self._json, self._json.depth
         if depth == 0 and not character.isspace() and character != "{":
-            return _BAD
+            return False
         item = checker.expects if depth == 1 else ""
         if item in ("key", "value") and not character.isspace() and character != "}":
             if item == "value" and not self._value_begins(character, events):
-                return _BAD
+                return False
             self._part = [] if character in '"[{' else None
         if not checker.push(character):
-            return _BAD
+            return False
         if self._part is not None:
             self._part.append(character if character >= " " else shown(character, checker))
             ended = checker.depth == 1 and not checker.in_string
             if not (self._complete(events) if ended else self._streams or self._plausible(self._part)):
-                return _BAD
-        return _DONE if checker.done else _READING
+                return False
+        return True if checker.done else None
 
     def _value_begins(self, first: str, events: list[Event]) -> bool:
         """The value of `_key` begins. Starts the call if these are its arguments and its name is known."""
@@ -124,16 +124,16 @@ class _CallReader:
         begun = "".join(part[1:])
         return "\\" in begun or any(word.startswith(begun) for word in words)
 
-    def _whole(self, events: list[Event]) -> str:
-        """The object is complete, and its arguments have not been sent."""
-        arguments: str | None = self._arguments or "{}"
-        if arguments is not None and arguments.startswith('"'):  # some models write them as a string
-            arguments = escaped(_string(arguments) or "")
-        if self._name is None or arguments is None or not arguments.startswith("{"):
-            return _BAD
+    def _whole(self, events: list[Event]) -> bool:
+        """The object is complete, and its arguments have not been sent. Returns whether it is a call."""
+        arguments = self._arguments or "{}"
+        if arguments.startswith('"'):  # some models write them as a string
+            arguments = escaped(_string(arguments) or "") or ""
+        if self._name is None or not arguments.startswith("{"):
+            return False
         events += [self._calls.start(self._name), self._calls.arguments(arguments)]
         self.started = True
-        return _DONE
+        return True
 
 
 def _string(text: str) -> str | None:
@@ -149,30 +149,26 @@ _STAYS = ("{", _CLOSE)  # markers with which the next state begins
 class _CallParser(StatefulParser):
     """A parser of calls among content."""
 
-    _opens: tuple[str, ...] = ()  # the markers among content before a call
     _skipped = ""  # characters between two calls that mean as much as white space
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         super().__init__()
         self._tools, self._calls = {tool.name: tool for tool in tools}, Calls()
+        self._opens: Mapping[str, State] = {}  # the markers among content before a call, and the states after them
         self._pending: list[str] = []  # what seems to belong to a call that has not started, and is content if it is none
         self._started = False
 
     def _outside(self) -> list[Event] | None:
         """The state between calls. White space before a marker is pending, as is the marker."""
         self._started = False
-        text, marker = self._up_to(self._opens)
+        text, marker = self._up_to(tuple(self._opens))
         before = text.rstrip()
         events = content(self._take_space() + before) if before else []
         self._space.append(text[len(before) :])
         if marker:
             self._use(len(marker))
-            self._open(marker)
+            self._state = self._opens[marker]
         return events if events or marker else None
-
-    def _open(self, marker: str) -> None:
-        """A marker among content has come."""
-        raise NotImplementedError
 
     def _use(self, length: int) -> None:
         """The next text, and the white space before it, belong to a call."""
@@ -181,13 +177,20 @@ class _CallParser(StatefulParser):
         self._space.clear()
         self._at += length
 
-    def _take(self, states: dict[str, State]) -> list[Event] | None:
-        """After white space one of these markers must come, which leads to its state. Else the call is no call."""
-        marker = self._next(*states)
+    def _take(self, states: Mapping[str, State], ends: Sequence[str] = ()) -> list[Event] | None:
+        """After white space one of these markers must come, which leads to its state, or one that `ends` calls.
+
+        Else what is pending is content.
+        """
+        marker = self._next(*states, *ends)
         if not marker:
             return None if marker is None else self._give_up()
-        self._use(0 if marker in _STAYS else len(marker))
-        self._state = states[marker]
+        if marker in ends:
+            self._at += len(marker)
+            self._space.clear()
+        else:
+            self._use(0 if marker in _STAYS else len(marker))
+        self._state = states.get(marker, self._outside)
         return []
 
     def _give_up(self) -> list[Event]:
@@ -217,8 +220,8 @@ class _CallParser(StatefulParser):
         return content(text) if text.strip(string.whitespace + self._skipped).strip() or not self._calls.count else []
 
 
-class _JsonFormat(NamedTuple):
-    """How calls that are JSON objects stand in a text.
+class _JsonCallParser(_CallParser):
+    """A parser of calls that are JSON objects among content. A JSON object without a name or arguments is content.
 
     Args:
         opens: the markers among content before a call.
@@ -229,66 +232,42 @@ class _JsonFormat(NamedTuple):
         checks_names: whether an object is a call only if it has the name of a tool.
     """
 
-    opens: tuple[str, ...] = ()
-    begins: tuple[str, ...] = ()
-    follows: tuple[str, ...] = ("{",)
-    ends: tuple[str, ...] = ()
-    skipped: str = ""
-    checks_names: bool = False
-
-
-class _JsonCallParser(_CallParser):
-    """A parser of calls that are JSON objects among content. A JSON object without a name or arguments is content."""
-
-    def __init__(self, form: _JsonFormat, tools: Sequence[Tool]) -> None:
+    def __init__(
+        self, tools: Sequence[Tool], *, opens: Sequence[str] = (), begins: Sequence[str] = (), follows: Sequence[str] = ("{",),
+        ends: Sequence[str] = (), skipped: str = "", checks_names: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(tools)
-        self._form, self._opens, self._skipped = form, form.opens, form.skipped
-        self._state = self._beginning if form.begins else self._outside
+        self._opens, self._begins, self._follows = (dict.fromkeys(m, self._begin_call) for m in (opens, begins, follows))
+        self._ends, self._skipped, self._names = ends, skipped, self._tools if checks_names else None
+        self._state: State = self._beginning if begins else self._outside
 
     def _beginning(self) -> list[Event] | None:
-        return self._expect(self._form.begins)
-
-    def _open(self, marker: str) -> None:
-        self._begin_call()
+        return self._take(self._begins)
 
     def _after_call(self) -> list[Event] | None:
         self._started = False
-        return self._expect(self._form.follows, self._form.ends)
-
-    def _expect(self, starts: tuple[str, ...], ends: tuple[str, ...] = ()) -> list[Event] | None:
-        """What comes next: a call, after one of `starts`; one of `ends`; or content."""
-        self._skip_space(self._skipped if self._calls.count else "")
-        marker = self._next(*starts, *ends)
-        if marker is None:
-            return None
-        if marker not in starts:
-            self._state = self._outside
-            if marker:
-                self._at += len(marker)
-                self._space.clear()
-            return []
-        self._use(0 if marker in _STAYS else len(marker))
-        return self._begin_call()
+        self._skip_space(self._skipped)
+        return self._take(self._follows, self._ends)
 
     def _begin_call(self) -> list[Event]:
-        self._reader, self._state = _CallReader(self._calls, self._tools if self._form.checks_names else None), self._call
+        self._reader, self._state = _CallReader(self._calls, self._names), self._call
         return []
 
     def _call(self) -> list[Event] | None:
         if self._at == len(self._text):
             return None
-        events, end, status = self._reader.feed(self._text, self._at)
+        events, end, is_call = self._reader.feed(self._text, self._at)
         self._use(end - self._at)
         self._started = self._reader.started
         if self._started:
             self._pending.clear()
-        if status is not _READING:
-            self._state = self._after_call if status is _DONE else self._outside
+        if is_call is not None:
+            self._state = self._after_call if is_call else self._outside
             events += [] if self._started else self._give_up()
         return events
 
     def _rest(self) -> list[Event]:
-        return [] if self._form.ends and self._state == self._after_call else super()._rest()
+        return [] if self._ends and self._state == self._after_call else super()._rest()
 
 
 class MistralParser(_JsonCallParser):
@@ -297,19 +276,14 @@ class MistralParser(_JsonCallParser):
     _ID, _ARGUMENTS = "[CALL_ID]", "[ARGS]"
 
     def __init__(self, tools: Sequence[Tool]) -> None:
-        super().__init__(_JsonFormat(opens=("[TOOL_CALLS]",), follows=(",",), ends=("]",)), tools)
-
-    def _begin_call(self) -> list[Event]:
-        if self._state != self._outside:
-            return super()._begin_call()
-        self._state, self._name = self._opened, ""
-        return []
+        super().__init__(tools, follows=(",",), ends=("]",))
+        self._opens = {"[TOOL_CALLS]": self._opened}
 
     def _opened(self) -> list[Event] | None:
         if self._next("[", "{") != "":
-            return self._expect(("[", "{"))
+            return self._take(dict.fromkeys(("[", "{"), self._begin_call))
         self._use(0)
-        self._state = self._word
+        self._state, self._name = self._word, ""
         return []
 
     def _word(self) -> list[Event] | None:
@@ -324,12 +298,11 @@ class MistralParser(_JsonCallParser):
         return [] if word else self._give_up()
 
     def _header(self) -> list[Event] | None:
-        begins = partial(self._begin_arguments, self._name)
-        return self._take({"{": begins, self._ARGUMENTS: self._header, self._ID: self._word})
+        return self._take({"{": partial(self._begin_arguments, self._name), self._ARGUMENTS: self._header, self._ID: self._word})
 
 
 # The answer to a `tool_choice` of "required": a JSON list of calls (see `tools.call_schema`).
-CallListParser = partial(_JsonCallParser, _JsonFormat(begins=("[",), follows=(",",), ends=("]",)))
+CallListParser = partial(_JsonCallParser, begins=("[",), follows=(",",), ends=("]",))
 
 
 class NamedCallParser(_CallParser):
@@ -355,28 +328,25 @@ class Qwen3CoderParser(_CallParser):
 
     _OPEN, _FUNCTION, _FUNCTION_END = "<tool_call>", "<function=", "</function>"
     _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
-    _opens = (_OPEN, _FUNCTION)
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         super().__init__(tools)
+        self._opens = {self._OPEN: self._opened, self._FUNCTION: self._bare_function}
         self._state: State = self._outside
-        self._name = ""
-        self._types: tuple[str, ...] = ()
-        self._absent = set[str]()  # parameters of the tool that the call does not have yet
-        self._bare, self._final = False, False
-        self._empty = True  # nothing of a value is used yet
+        self._bare, self._final = False, False  # whether the call has no opening tag; whether the text has ended
 
     def finish(self) -> list[Event]:
         """See `Parser.finish`."""
         self._final = True
         return [*self.feed(""), *super().finish()]
 
-    def _open(self, marker: str) -> None:
-        self._bare = marker == self._FUNCTION
-        self._state = self._function_name if self._bare else self._opened
-
     def _opened(self) -> list[Event] | None:
+        self._bare = False
         return self._take({self._FUNCTION: self._function_name})
+
+    def _bare_function(self) -> list[Event] | None:
+        self._bare = True
+        return self._function_name()
 
     def _begun(self) -> str:
         """The name that comes next, as far as it has come."""
@@ -400,7 +370,9 @@ class Qwen3CoderParser(_CallParser):
         if not name or (self._bare and name not in self._tools):
             return None if name is None else self._give_up()
         properties = self._tools[name].parameters.get("properties") if name in self._tools else None
-        self._name, self._absent = name, set(properties) if isinstance(properties, dict) else set()
+        self._name = name
+        # The parameters of the tool that the call does not have yet.
+        self._absent: set[str] = set(properties) if isinstance(properties, dict) else set()
         self._state = self._body
         return []
 
@@ -420,7 +392,7 @@ class Qwen3CoderParser(_CallParser):
             return None if key is None else self._give_up()
         tool = self._tools.get(self._name)
         self._absent.discard(key)
-        self._types = tool.types(key) if tool is not None else ()
+        self._types: Sequence[str] = tool.types(key) if tool is not None else ()
         self._is_string = self._types in ((), ("string",))
         begun = json_text(key) + ": " + ('"' if self._is_string else "")
         self._state = self._value_begins
@@ -430,7 +402,7 @@ class Qwen3CoderParser(_CallParser):
         if self._at == len(self._text):
             return None
         self._at += self._text[self._at] == "\n"
-        self._state, self._empty = self._value, True
+        self._state, self._empty = self._value, True  # nothing of the value is used yet
         return []
 
     def _value(self) -> list[Event] | None:
@@ -485,15 +457,8 @@ class Qwen3CoderParser(_CallParser):
         return self._append("{}", "}")
 
     def _after_call(self) -> list[Event] | None:
-        marker = self._next(_CLOSE) if self._bare else self._next(_CLOSE, self._FUNCTION)
-        if marker is None:
-            return None
-        self._state = self._outside
-        if marker == self._FUNCTION:
-            self._started, self._state = False, self._function_name
-        if marker:
-            self._use(len(marker))
-        return []
+        self._started = False
+        return self._take({} if self._bare else {self._FUNCTION: self._function_name}, (_CLOSE,))
 
     def _rest(self) -> list[Event]:
         return [] if self._state == self._after_call else super()._rest()
@@ -514,13 +479,15 @@ class Format(NamedTuple):
 
 
 _TAGS, _PYTHON = ("<tool_call>", "</tool_call>"), "<|python_tag|>"
-_HERMES = _JsonFormat(opens=_TAGS[:1], ends=_TAGS[1:])  # a tag may have several objects
+_HERMES = partial(_JsonCallParser, opens=_TAGS[:1], ends=_TAGS[1:])  # a tag may have several objects
 # A JSON object is a call if the answer begins with it.
-_LLAMA3 = _JsonFormat(opens=(_PYTHON,), begins=("{", _PYTHON), follows=("{", _PYTHON), skipped=";,", checks_names=True)
+_LLAMA3 = partial(
+    _JsonCallParser, opens=(_PYTHON,), begins=("{", _PYTHON), follows=("{", _PYTHON), skipped=";,", checks_names=True
+)
 _QWEN3_CODER = Format(Qwen3CoderParser, _TAGS, ("<tool_call>\n<function=", "<tool_call><function="))
 FORMATS = {
-    "hermes": Format(partial(_JsonCallParser, _HERMES), _TAGS), "qwen3_coder": _QWEN3_CODER, "qwen3_xml": _QWEN3_CODER,
-    "llama3_json": Format(partial(_JsonCallParser, _LLAMA3), (_PYTHON,)),
+    "hermes": Format(_HERMES, _TAGS), "qwen3_coder": _QWEN3_CODER, "qwen3_xml": _QWEN3_CODER,
+    "llama3_json": Format(_LLAMA3, (_PYTHON,)),
     "mistral": Format(MistralParser, ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")),
 }  # fmt: skip
 # Signs of formats that no parser here reads, though they share markers with one: GLM 4.5, Hunyuan, Seed-OSS, Functionary.

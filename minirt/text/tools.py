@@ -2,8 +2,10 @@
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cache, cached_property, reduce
+from itertools import takewhile
 from typing import Any
 
 from minirt.errors import InputError, UnsupportedError, quoted, shortened
@@ -33,12 +35,9 @@ class Tool:
     value: dict[str, Any]
 
     @cached_property
-    def _types(self) -> "_Types":
-        return _Types(self.parameters)
-
-    def types(self, argument: str) -> tuple[str, ...]:
-        """The JSON types that an argument may have, "null" first, then in the schema's order; empty if it does not say."""
-        return self._types.of_argument(argument)
+    def types(self) -> Callable[[str], tuple[str, ...]]:
+        """From an argument to its JSON types, "null" first, then in the schema's order; () if the schema does not say."""
+        return cache(_Types(self.parameters).of_argument)
 
 
 def chat_tool(value: object, place: str) -> dict[str, Any]:
@@ -114,8 +113,7 @@ def types(schema: Any) -> tuple[str, ...]:
 
 
 def _null_first(kinds: Sequence[str] | None) -> tuple[str, ...]:
-    known = dict.fromkeys(kinds or ())
-    return (*(kind for kind in known if kind == "null"), *(kind for kind in known if kind != "null"))
+    return tuple(sorted(dict.fromkeys(kinds or ()), key="null".__ne__))
 
 
 class _Types:
@@ -124,7 +122,6 @@ class _Types:
     def __init__(self, root: Any) -> None:
         self._root, self._target = root, References(root)
         self._known: dict[int, list[str] | None] = {}  # by the id of a schema of the document
-        self._arguments: dict[str, tuple[str, ...]] = {}
 
     def of(self, schema: Any, depth: int = 0) -> list[str] | None:
         """The types in the schema's order; None: it does not say."""
@@ -152,23 +149,21 @@ class _Types:
 
     def of_argument(self, name: str) -> tuple[str, ...]:
         """The types of a property of the root, whichever of its parts states it."""
-        if name not in self._arguments:
-            stated, others, todo, seen = list[Any](), list[Any](), [self._root], set[int]()
-            while todo:
-                part = todo.pop(0)
-                if not isinstance(part, dict) or id(part) in seen:
-                    continue
-                seen.add(id(part))
-                properties, patterns = part.get("properties"), part.get("patternProperties")
-                if isinstance(properties, dict) and name in properties:
-                    stated.append(properties[name])
-                for pattern, schema in patterns.items() if isinstance(patterns, dict) else ():
-                    stated += [schema] if _covers(pattern, name) else []
-                others.append(part.get("additionalProperties"))
-                todo += [inner for keyword in ("allOf", "anyOf", "oneOf") for inner in _listed(part, keyword)]
-                todo += [self._target(part["$ref"])] if isinstance(part.get("$ref"), str) else []
-            self._arguments[name] = _null_first([kind for schema in stated or others for kind in self.of(schema) or ()])
-        return self._arguments[name]
+        stated, others, todo, seen = list[Any](), list[Any](), [self._root], set[int]()
+        while todo:
+            part = todo.pop(0)
+            if not isinstance(part, dict) or id(part) in seen:
+                continue
+            seen.add(id(part))
+            properties, patterns = part.get("properties"), part.get("patternProperties")
+            if isinstance(properties, dict) and name in properties:
+                stated.append(properties[name])
+            for pattern, schema in patterns.items() if isinstance(patterns, dict) else ():
+                stated += [schema] if _covers(pattern, name) else []
+            others.append(part.get("additionalProperties"))
+            todo += [inner for keyword in ("allOf", "anyOf", "oneOf") for inner in _listed(part, keyword)]
+            todo += [self._target(part["$ref"])] if isinstance(part.get("$ref"), str) else []
+        return _null_first([kind for schema in stated or others for kind in self.of(schema) or ()])
 
 
 def _listed(schema: dict[str, Any], keyword: str) -> list[Any]:
@@ -184,10 +179,9 @@ def _common(first: list[str], second: list[str]) -> list[str]:
 
 def _covers(pattern: Any, name: str) -> bool:
     """Whether a pattern of "patternProperties" is found in a name; not if it is not simple enough to be sure in bounded time."""
-    try:
+    with suppress(UnsupportedError):
         return isinstance(pattern, str) and matches(rf"[\s\S]*(?:{pattern})", name)
-    except UnsupportedError:
-        return False
+    return False
 
 
 def typed_json(text: str, kinds: Sequence[str]) -> str:
@@ -199,19 +193,9 @@ def typed_json(text: str, kinds: Sequence[str]) -> str:
         kinds: the types that the value may have. The first that fits decides. A text that fits none is a string.
     """
     word = text.strip()
-    for kind in kinds:
-        result: str | None = None
-        if kind == "null":
-            result = "null" if word in ("null", "None") else None
-        elif kind == "boolean":
-            result = word.lower() if word.lower() in ("true", "false") else None
-        elif kind in ("integer", "number"):
-            result = number_json(word, kind)
-        elif kind in ("array", "object"):
-            result = escaped(word) if word.startswith("[" if kind == "array" else "{") else None
-        elif kind == "string":
-            break
-        if result is not None:
+    for kind in takewhile("string".__ne__, kinds):
+        read = _READ.get(kind)
+        if read is not None and (result := read(word)) is not None:
             return result
     return json_text(text)
 
@@ -226,6 +210,16 @@ def number_json(word: str, kind: str) -> str | None:
     return word if re.fullmatch(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?", word) else json_text(float(word))
 
 
+# JSON type → the JSON of a value of this type that is written as plain text; None if a word is none.
+_READ: dict[str, Callable[[str], str | None]] = {
+    "null": lambda word: "null" if word in ("null", "None") else None,
+    "boolean": lambda word: word.lower() if word.lower() in ("true", "false") else None,
+    "integer": lambda word: number_json(word, "integer"), "number": lambda word: number_json(word, "number"),
+    "array": lambda word: escaped(word) if word.startswith("[") else None,
+    "object": lambda word: escaped(word) if word.startswith("{") else None,
+}  # fmt: skip
+
+
 # --- tool_choice ---
 
 
@@ -233,12 +227,11 @@ def call_schema(tools: Sequence[Tool], parallel: bool) -> dict[str, Any]:
     """JSON schema of a list of calls, for a `tool_choice` of "required": [{"name": …, "arguments": {…}}, …].
 
     Args:
+        tools: one or more.
         parallel: whether there may be several calls.
     Raises:
-        InputError: there is no tool, or a schema is nested too deeply.
+        InputError: a schema is nested too deeply.
     """
-    if not tools:
-        raise InputError('"required" needs tools', where="tool_choice")
     definitions: dict[str, Any] = {}
     fields = ({"name": {"const": tool.name}, "arguments": _embedded(tool, definitions)} for tool in tools)
     rest = {"required": ["name", "arguments"], "additionalProperties": False}
@@ -257,9 +250,8 @@ def chosen(tools: Sequence[Tool], choice: object) -> Tool:
     """
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
-    for tool in tools:
-        if tool.name == name:
-            return tool
+    if (tool := next((tool for tool in tools if tool.name == name), None)) is not None:
+        return tool
     names = ", ".join(tool.name for tool in tools)
     expected = f'none, auto, required, or {{"type": "function", …}} with the name of a tool: {names}'
     raise InputError("no such tool", where="tool_choice", expected=shortened(expected), found=quoted(choice, 80))

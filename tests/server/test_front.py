@@ -304,10 +304,10 @@ def test_tokens_that_were_computed_again_for_want_of_a_state_are_a_metric():
 
 
 def test_a_bound_of_a_histogram_is_the_last_value_of_its_bucket():
-    histogram = Histogram([0.5, 2])
+    histogram = Histogram("m", "", [0.5, 2])
     for value, times in ((0.4, 1), (0.5, 2), (2, 1), (2.1, 3)):
         histogram.observe(value, times)
-    samples = [(sample.labels.get("le"), sample.value) for sample in histogram.metric("m", "", "model").samples]
+    samples = [(sample.labels.get("le"), sample.value) for sample in histogram.metric("model").samples]
     assert samples[:4] == [("0.5", 3), ("2.0", 4), ("+Inf", 7), (None, 7)]
     assert samples[4][1] == pytest.approx(0.4 + 1 + 2 + 6.3)
 

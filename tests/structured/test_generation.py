@@ -238,7 +238,7 @@ def test_prompt_lines(run, tmp_path):
     assert re.fullmatch("x+y?", texts[1]), "null counts as absent, so the command line's holds"
     assert texts[2] in ("3", "4", "5")
     for spec, place in (
-        ({"regexp": "a"}, ', "structured_outputs": unknown key'), ({"json": {"not": {}}}, ", structured_outputs.json: "),
+        ({"regexp": "a"}, ', "structured_outputs": no such argument'), ({"json": {"not": {}}}, ", structured_outputs.json: "),
         ({"choice": []}, ', "structured_outputs.choice": '),
     ):  # fmt: skip
         lines.write_text("\n" + json.dumps({"prompt": STORY, "structured_outputs": spec}))

@@ -419,7 +419,7 @@ def test_patterns_that_match_only_stated_properties(patterns, good, bad):
 
 def test_patterns_whose_texts_are_too_many():
     names = {"a" * i: {} for i in range(200)}
-    patterns = {"^(a?){150}" + f"[{chr(98 + i)}]?$": {} for i in range(20)}
+    patterns = {"^(a?){150}" + f"(a{{{i}}})?$": {} for i in range(20)}
     with pytest.raises(InputError, match='"patternProperties" are too complex'):
         enforceable(SCORE | {"properties": names, "patternProperties": patterns})
     schema = SCORE | {"patternProperties": {"^" + "(x|y)" * 5000 + "$": {}}}

@@ -92,9 +92,10 @@ def _in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def render(own: Any, names: Any) -> str:
         try:
-            if own._source not in compiled:
-                compiled[own._source] = rendering.compile_template(own._source)
-            return compiled[own._source].render(names)
+            source = own._processes._first
+            if source not in compiled:
+                compiled[source] = rendering.compile_template(source)
+            return compiled[source].render(names)
         except Exception as error:
             raise RenderingError(str(error)) from error
 
