@@ -99,8 +99,8 @@ def draft_eager(layer: DraftInput) -> Forward:
 
     def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
         hidden = layer.require(batch.hidden)
-        norms = norm_embedding.weight, norm_hidden.weight
-        return reference.linear(drafts.draft_input(batch.input_ids, table.weight, hidden, *norms, eps), fc.weight)
+        both = drafts.draft_input(batch.input_ids, table.weight, hidden, norm_embedding.weight, norm_hidden.weight, eps)
+        return reference.linear(both, fc.weight)
 
     return forward
 
