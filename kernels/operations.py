@@ -70,7 +70,8 @@ class Operation:
         if self.reference is not None:
             return self.find(self.reference)
         nearest = f"{self.module.rpartition('.')[0]}.reference".lstrip(".")
-        return self.find(f"{nearest if find_spec(f'minirt.kernels.{nearest}') else 'reference'}:{self.name}")
+        there = find_spec(f"minirt.kernels.{nearest}") and hasattr(import_module(f"minirt.kernels.{nearest}"), self.name)
+        return self.find(f"{nearest if there else 'reference'}:{self.name}")
 
     @cached_property
     def declaration(self) -> Declaration:

@@ -66,25 +66,29 @@ def declared(step: Step, name: str, library: Callable[..., Any] | None = None, o
     every = {"T": step.tokens, "H": config.hidden_size, "K": config.intermediate_size, "V": config.vocab_size}
     sizes = {axis: size for axis, size in every.items() if axis in axes}
     values = inputs(operation, sizes, lambda *shape: made.normal(*shape, scale=3.0), config.rms_norm_eps)
-    quantized = len(declaration.results) > 1  # values and scales
+    quantized = any(result.type == "fp8" for result in declaration.results)  # values and scales
+    several = len(declaration.results) > 1
     if outlier != 1.0:
         values[declaration.first][:, 0] *= outlier
     out = reference(**values)
-    outputs = [torch.empty_like(tensor) for tensor in (out if quantized else (out,))]
+    outputs = [torch.empty_like(tensor) for tensor in (out if several else (out,))]
     options = {result.name: output for result, output in zip(declaration.results, outputs, strict=True)} | {"check": False}
     by_token = [argument.name for argument in declaration.arguments if argument.axes and argument.axes[0] == "T"]
     cost = operation.work(**sizes, itemsize=step.dtype.itemsize)
+
+    def view(made: Any) -> Any:
+        return dequantized(made) if quantized else torch.stack(made, 1) if several else made
 
     def truth(rows: Tensor) -> Tensor:
         chosen = values | {name: values[name][rows] for name in by_token}
         if cost[1]:  # else values are only copied
             chosen = dict(zip(chosen, wide(*chosen.values()), strict=True))
         exact = reference(**chosen)
-        return (dequantized(exact) if quantized else exact).double()
+        return view(exact).double()
 
     return problem(
         step, " ".join(f"{axis}={size}" for axis, size in sizes.items() if axis != "T"), lambda: reference(**values),
         lambda: kernel(**values, **options), truth, cost, outputs=outputs, rounded=quantized,
         library={} if library is None else {"library": Form(lambda: library(**values))},
-        view=dequantized if quantized else lambda out: out,
+        view=view,
     )  # fmt: skip

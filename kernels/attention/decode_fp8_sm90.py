@@ -53,11 +53,11 @@ from minirt.kernels.attention.work_items_sm90 import (
 )
 from minirt.kernels.compile.tuning import Family
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
-from minirt.kernels.hopper.limits import TILE_QUERIES
 from minirt.kernels.hopper.ring import release, ring_barriers, wait_empty, wait_full
 from minirt.kernels.hopper.tma import CHANNELS, cp_async, tma_descriptor, tma_load
 from minirt.kernels.launch import Gpu, cdiv, launch_options, most_registers, sm_count
 from minirt.kernels.prepared import prepared
+from minirt.kernels.special_limits import TILE_QUERIES
 
 PAIRS = CHANNELS  # pairs of channels of a tile
 PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))

@@ -38,9 +38,9 @@ from minirt.kernels.attention.operands import (
     prefill_lookup_size,
 )
 from minirt.kernels.attention.work_items_sm90 import MOST_SEQUENCES
-from minirt.kernels.hopper.limits import ATTENTION as HOPPER
 from minirt.kernels.launch import Workspace, capability
 from minirt.kernels.regimes import AttentionLimits, Regime, SumOrder, covering
+from minirt.kernels.special_limits import SPECIAL
 
 # Kernels for one new token also take raw heads, and limit the split.
 _DECODE = replace(ANY, raw=None, split=1024)
@@ -74,11 +74,11 @@ class AttentionRegime(Regime):
 DECODE = (
     AttentionRegime(
         "decode_sm90", "sequences", 1, MOST_SEQUENCES, variant=decode_lookup_size, capability=90, launch=decode_sm90.launch,
-        limits=HOPPER["decode_sm90"],
+        limits=SPECIAL[90].attention["decode_sm90"],
     ),
     AttentionRegime(
         "decode_fp8_sm90", "sequences", 1, MOST_SEQUENCES, variant=decode_fp8_sm90.variant, capability=90,
-        launch=decode_fp8_sm90.launch, limits=HOPPER["decode_fp8_sm90"],
+        launch=decode_fp8_sm90.launch, limits=SPECIAL[90].attention["decode_fp8_sm90"],
     ),
     AttentionRegime("decode", "sequences", 1, variant=decode_lookup_size),
 )  # fmt: skip
@@ -88,7 +88,7 @@ FEW = (  # steps in which no sequence has more than 1 + MAX_DRAFTS new tokens, a
     ),
 )  # fmt: skip
 _SM90 = AttentionRegime(
-    "prefill_sm90", "tokens", 1, capability=90, launch=prefill_sm90.launch, limits=HOPPER["prefill_sm90"],
+    "prefill_sm90", "tokens", 1, capability=90, launch=prefill_sm90.launch, limits=SPECIAL[90].attention["prefill_sm90"],
     sums=SumOrder("steps"),
 )  # fmt: skip
 PREFILL = (  # docs/decisions/attention-prefill.md
@@ -300,10 +300,11 @@ def _prefill(a: AttentionInput) -> Tensor:
     if a.workspace is not None and a.max_splits > 1 and tokens > 1 and (a.num_seqs > 1 or PARTIAL[0].covers(tokens)):
         a = a._replace(partial=a.split)
         PARTIAL[0].launch(a)
-    # `prefill_sm90` takes only 16-bit pages. FP8 pages are widened if it would accept the copies.
-    widens = a.pages.k_scale is not None and 0 < a.max_splits * a.split <= MAX_WIDENED_TOKENS
-    chosen = regime(PREFILL, tokens, a._replace(pages=KVPages(a.heads, a.heads)) if widens else a)
-    if widens and chosen.launch is not prefill.launch:
-        a = widen_kv.widen(a)
+    chosen = regime(PREFILL, tokens, a)
+    if a.pages.k_scale is not None and chosen.launch is prefill.launch and 0 < a.max_splits * a.split <= MAX_WIDENED_TOKENS:
+        # No kernel of this GPU alone takes FP8 pages. They are widened if one accepts the copies.
+        special = regime(PREFILL, tokens, a._replace(pages=KVPages(a.heads, a.heads)))
+        if special.launch is not prefill.launch:
+            chosen, a = special, widen_kv.widen(a)
     chosen.launch(a)
     return a.out

@@ -22,13 +22,13 @@ from torch import Tensor
 from minirt.errors import InputError
 from minirt.kernels.checks import check_activations, check_arguments, check_tensor
 from minirt.kernels.compile.tuning import Family
-from minirt.kernels.hopper.limits import LINEAR as HOPPER
 from minirt.kernels.launch import Workspace, capability
 from minirt.kernels.linear import gemm, gemm_sm90, gemm_small, gemv, gemv_int4, gemv_int4_sm90, int4, int4_sm90, int4_small_sm90
 from minirt.kernels.linear.product import Epilogue, Norm, Product, RowMaxima
 from minirt.kernels.norm import rms_norm, rms_norm_quantize
 from minirt.kernels.quantize import quantize
 from minirt.kernels.regimes import Limits, Regime, SumOrder, covering
+from minirt.kernels.special_limits import SPECIAL
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -63,15 +63,15 @@ _INT4 = ("int4", "int4_fp32")
 REGIMES = (
     _of(
         gemv_int4_sm90.gemv_int4_sm90, gemv_int4_sm90.FAMILY, 1, 1, capability=90, accepts=gemv_int4_sm90.accepts,
-        limits=HOPPER["gemv_int4_sm90"], sums=SumOrder("warps"),
+        limits=SPECIAL[90].linear["gemv_int4_sm90"], sums=SumOrder("warps"),
     ),
     _of(
         int4_small_sm90.gemm_int4_small_sm90, int4_small_sm90.FAMILY, 1, int4_small_sm90.MAX_TOKENS, capability=90,
-        limits=HOPPER["gemm_int4_small_sm90"], sums=SumOrder("warps"),
+        limits=SPECIAL[90].linear["gemm_int4_small_sm90"], sums=SumOrder("warps"),
     ),
     _of(
         int4_sm90.gemm_int4_sm90, int4_sm90.FAMILY, int4_small_sm90.MAX_TOKENS + 1, capability=90, accepts=int4_sm90.accepts,
-        variant=int4_sm90.token_regime, padded=int4_sm90.padded_tokens, limits=HOPPER["gemm_int4_sm90"],
+        variant=int4_sm90.token_regime, padded=int4_sm90.padded_tokens, limits=SPECIAL[90].linear["gemm_int4_sm90"],
         sums=SumOrder("steps", splits=True, by_tokens=True),
     ),
     _of(gemv_int4.gemv_int4, gemv_int4.FAMILY, 1, 1, limits=Limits(_INT4, norm=True), sums=SumOrder("threads")),
@@ -87,7 +87,7 @@ REGIMES = (
     _of(
         gemm_sm90.gemm_sm90, gemm_sm90.FAMILY, _GEMM_SM90_TOKENS, capability=90, accepts=gemm_sm90.accepts,
         variant=gemm_sm90.token_regime, padded=gemm_sm90.padded_tokens, row_maxima_tiles=gemm_sm90.row_maxima_tiles,
-        fetches_early=True, limits=HOPPER["gemm_sm90"],
+        fetches_early=True, limits=SPECIAL[90].linear["gemm_sm90"],
         sums=SumOrder("steps", splits=True, by_tokens=True, accumulator="fp32 steps"),
     ),
     _of(

@@ -42,7 +42,7 @@ class Epilogue(NamedTuple):
             weight in 4 bits: scale words. Scales of rows multiply the sums, others the products or the weights.
         x_scale: of an x in FP8, fp32: one for each token; for a weight in blocks [T, ⌈K / 128⌉].
         bias: one for each row of the weight.
-        activation: "silu", "gelu" or "gelu_tanh": the output is act(gate) · up of the sums' two halves.
+        activation: "silu" or another name in `kernels/activations.py`: the output is act(gate) · up of the sums' two halves.
         residual: [T, N], is added.
         multiplier: of logits. softcap: logits become softcap · tanh(logits / softcap). Both before the row maxima.
         row_maxima, row_maxima_stride, logits_needed: `RowMaxima`, and the distance of its rows.

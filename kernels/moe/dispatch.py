@@ -16,7 +16,6 @@ from torch import Tensor
 from minirt.errors import InputError
 from minirt.kernels import reference
 from minirt.kernels.checks import check_arguments, check_tensor
-from minirt.kernels.hopper.limits import EXPERTS as HOPPER
 from minirt.kernels.launch import capability
 from minirt.kernels.linear.gemv import gemv
 from minirt.kernels.linear.product import Norm, Product
@@ -29,6 +28,7 @@ from minirt.kernels.quantize import quantize
 from minirt.kernels.reference import SharedExpert
 from minirt.kernels.regimes import Limits, Regime, SumOrder, covering, up_to
 from minirt.kernels.side_stream import SideStream
+from minirt.kernels.special_limits import SPECIAL
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -112,7 +112,7 @@ REGIMES = (
     ),
     MixtureRegime(
         "experts_sm90", "tokens", 2, variant=last_tokens, capability=90, launch=_sm90, suits=experts_sm90.suits,
-        limits=HOPPER["experts_sm90"], sums=SumOrder("steps", accumulator="fp32 steps"),
+        limits=SPECIAL[90].experts["experts_sm90"], sums=SumOrder("steps", accumulator="fp32 steps"),
     ),
     MixtureRegime(
         "experts_int4", "tokens", 1, variant=last_tokens, launch=partial(_tiles, kernels=products_int4),

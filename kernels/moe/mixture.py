@@ -28,7 +28,7 @@ class Mixture(NamedTuple):
         gate_up: [E, 2I, H], gate rows first. down: [E, H, I]. Of h's dtype, or float8_e4m3fn, or words of 4-bit weights
             (`int4_words`) instead of the last dimension.
         top_k, normalize: experts of a token, and whether to divide their weights by the sum.
-        activation: "silu", "gelu" or "gelu_tanh".
+        activation: "silu" or another name in `kernels/activations.py`.
         norm: of h. None: h is normalized.
         gate_up_scale, down_scale: [E, 2I] and [E, H] fp32 of FP8 weights. Of weights in blocks of g rows and 128 columns
             [E, 2I / g, ⌈H / 128⌉] and [E, ⌈H / g⌉, ⌈I / 128⌉]; each has a separate g, a power of two up to 128. Of 4-bit weights

@@ -111,16 +111,17 @@ def _memory_lines(memory: "MemoryPlan", length: int, one: int, moved: int, budge
 def _special_kernels(model: "Model") -> list[str]:
     """The kernels that only this GPU's compute capability has, and that a layer of the model uses."""
     from minirt.device import compute_capability
-    from minirt.kernels.hopper.limits import ATTENTION, CAPABILITY, EXPERTS, LINEAR
+    from minirt.kernels.special_limits import SPECIAL
 
-    if divmod(CAPABILITY, 10) != compute_capability(model.device):
+    major, minor = compute_capability(model.device)
+    if (special := SPECIAL.get(10 * major + minor)) is None:
         return []
     operations = _operations(model)
     kernels = [
-        name for name, limits in ATTENTION.items()
+        name for name, limits in special.attention.items()
         if any(used == "attention" and form in limits.formats and size in limits.head_dims for used, form, size in operations)
     ]  # fmt: skip
-    for operation, table in (("experts", EXPERTS), ("linear", LINEAR)):
+    for operation, table in (("experts", special.experts), ("linear", special.linear)):
         formats = {form for used, form, _ in operations if used == operation}
         kernels += [name for name, limits in table.items() if not formats.isdisjoint(limits.formats)]
     return sorted(kernels)

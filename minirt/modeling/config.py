@@ -188,7 +188,7 @@ class ModelConfig:
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
-    hidden_act: str  # "silu", "gelu" (erf) or "gelu_tanh"
+    hidden_act: str  # a name in `kernels/activations.py`
     dtype: str  # the checkpoint's dtype, one of DTYPES
     rope: RopeConfig
     qkv_bias: bool = False

@@ -82,7 +82,7 @@ def norm_gate_up(
 
     Args:
         weight: [2N, K], the rows of gate, then those of up. `bias`: [2N]. The others are those of `norm_linear`.
-        activation: "silu", "gelu" or "gelu_tanh".
+        activation: "silu" or another name in `kernels/activations.py`.
     Returns:
         [..., N].
     """

@@ -23,7 +23,7 @@ class GatedMLP(nn.Module):
 
     Args:
         hidden_size, intermediate_size: K, which is also the output's size, and N. The weights begin as in `torch.nn.Linear`.
-        activation: "silu", "gelu" or "gelu_tanh".
+        activation: "silu" or another name in `kernels/activations.py`.
         norm: of x, before both; None: x is not normalized.
         bias: whether gate, up and down have one. `device`, `dtype`: of the parameters; bf16, fp16 or fp32.
     Raises:

@@ -3,22 +3,23 @@
 from dataclasses import replace
 from importlib import import_module
 
-from minirt.kernels.hopper.limits import ATTENTION, CAPABILITY, EXPERTS, LINEAR
 from minirt.kernels.regimes import TABLES, up_to
+from minirt.kernels.special_limits import SPECIAL
 
 
-def test_limits_of_hopper_are_those_of_the_tables():
+def test_limits_of_special_kernels_are_those_of_the_tables():
     """Every kernel that is for one capability takes its limits from there. Some regimes are for part of a kernel's head sizes."""
     regimes = [regime for module, name in TABLES for regime in getattr(import_module(module), name)]
     head_dims = {}
     for regime in (regime for regime in regimes if regime.capability is not None and regime.limits is not None):
-        limits = (ATTENTION | EXPERTS | LINEAR)[regime.kernel]
-        of_regime = head_dims.setdefault(regime.kernel, set())
-        if regime.kernel in ATTENTION:
+        stated = {name: limits for table in SPECIAL[regime.capability] for name, limits in table.items()}
+        limits, of_regime = stated[regime.kernel], head_dims.setdefault(regime.kernel, set())
+        if regime.kernel in SPECIAL[regime.capability].attention:
             of_regime |= {*regime.limits.head_dims}
             limits = replace(limits, head_dims=regime.limits.head_dims)
-        assert (regime.capability, regime.limits) == (CAPABILITY, limits)
-    assert head_dims == {name: {*getattr(one, "head_dims", ())} for name, one in (ATTENTION | EXPERTS | LINEAR).items()}
+        assert regime.limits == limits
+    tables = [table for tables in SPECIAL.values() for table in tables]
+    assert head_dims == {name: {*getattr(one, "head_dims", ())} for table in tables for name, one in table.items()}
 
 
 UNDECLARED = {"EARLY", "PREFILL_SEQUENCES", "CHUNK_PROMPTS"}  # tables of sizes, not of kernels

@@ -106,7 +106,7 @@ def compile_instead_of_launching(cc: int, results: list[dict], each: str = "laun
             given |= {field if name == "C" else f"{name}.{field}": value for field, value in fields.items()}
         given = {name: plain for name, arg in given.items() if (plain := getattr(arg, "value", arg)) is not None}
         key = self.fn.__name__, tile(args, given)
-        if each == "tile" and key in seen and "_sm90" not in self.fn.__name__:
+        if each == "tile" and key in seen and not re.search(r"_sm\d+", self.fn.__name__):
             return
         seen.add(key)
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
