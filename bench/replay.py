@@ -62,7 +62,7 @@ def _replay(engine: Engine, batch_size: int, context_len: int, repeats: int) -> 
             sequences.append(sequence)
         values = [(sequence.slot, context_len - 1, 1, 1, 1, context_len) for sequence in sequences]
         plan = plan_step(scheduled(sequences, values, host), host, runner.columns, engine._vocab_size)
-        graphs, bucket = runner.graphs.captured, runner.graphs.find(plan)
+        graphs, bucket = runner.graphs.captured, runner.graphs.find_or_capture(plan)
         if graphs is None or bucket is None:
             what = "there is no CUDA graph to time; it needs a GPU and every layer on Triton"
             raise UnsupportedError(what, where="replay_times", found=f"device {engine._device}")

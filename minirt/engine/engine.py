@@ -18,7 +18,7 @@ import torch
 from minirt.device import is_device_failure, is_out_of_memory, peak_memory
 from minirt.engine.collect.collector import Collector, Deliver
 from minirt.engine.compiling_requests import CompilingRequests
-from minirt.engine.execute.runner import ModelLike, Runner, Step
+from minirt.engine.execute.runner import ModelLike, Runner, StartedStep
 from minirt.engine.execute.sampling_stages import StepOutOfMemory
 from minirt.engine.limits import EngineLimits, EngineOptions
 from minirt.engine.plan_step import plan_step
@@ -95,7 +95,7 @@ class Engine:
         learns = options.adaptive_drafts and limits.max_drafts and device.type != "cuda"  # a GPU's are measured at warm-up
         self._step_times = OnlineStepTimes() if learns else None
         self._scheduler.use_times(step_times=self._step_times)
-        self._in_flight: deque[tuple[Step, ScheduledStep]] = deque()
+        self._in_flight: deque[tuple[StartedStep, ScheduledStep]] = deque()
         self._requests: dict[int, Sequence] = {}
         self._constraints = constraints
         self._compiling = CompilingRequests(constraints)
@@ -240,7 +240,7 @@ class Engine:
     def _refuse(self) -> list[TokenOutput]:
         """The errors of the requests that are too many to wait."""
         outputs = []
-        for sequence in self._scheduler.refused():
+        for sequence in self._scheduler.take_refused():
             most, hint = self.limits.max_waiting, "try again later, or raise --max-waiting"
             expected, before = f"at most {most}", f"{most} that came before"
             full = QueueFullError("too many requests wait", expected=expected, found=before, hint=hint)
@@ -252,9 +252,9 @@ class Engine:
         that cannot run. Returns outputs."""
         planned, host = scheduled.sequences, self._scheduler.host
         place = 0 if problem.slot is None else planned.slots.tolist().index(problem.slot)
-        current = bool(host.current(planned.slots, scheduled.epochs)[place])  # else it has ended while masks were filled
+        current = bool(host.unchanged(planned.slots, scheduled.epochs)[place])  # else it has ended while masks were filled
         blamed = host.sequences[int(planned.slots[place])] if current else None
-        self._scheduler.failed(scheduled)
+        self._scheduler.on_failed(scheduled)
         outputs = self._collect_to(0, deliver)
         if problem.slot is None and planned.total_tokens > 1:
             self._scheduler.limit_tokens(planned.total_tokens // 2)
@@ -300,7 +300,7 @@ class Engine:
             return StepOutOfMemory(getattr(error, "slot", None), str(error))
         if self._step_times is not None and not scheduled.prompts and not plan.sampling.masked:
             self._step_times.observe(scheduled.sequences.total_tokens, time.perf_counter() - began)
-        self._scheduler.started(scheduled)
+        self._scheduler.on_started(scheduled)
         self._in_flight.append((step, scheduled))
         # Work that the step's launch does not need.
         for _, sequence, _ in scheduled.prompts:
@@ -317,7 +317,7 @@ class Engine:
         if self._constraints is None:
             return []
         host, planned, drafts = self._scheduler.host, scheduled.sequences, self._scheduler.draft_lengths
-        current = host.current(planned.slots, scheduled.epochs).tolist()
+        current = host.unchanged(planned.slots, scheduled.epochs).tolist()
         rows, running = list[ConstrainedRows](), list[Sequence | None]()
         for slot, count, same in zip(planned.slots.tolist(), planned.num_draws.tolist(), current, strict=True):
             if count:

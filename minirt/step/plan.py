@@ -41,12 +41,12 @@ class Snapshot(NamedTuple):
     """A snapshot that recurrent layers store within a step; those of a sequence are in order, at most `table.MAX_SNAPSHOTS`.
 
     Args:
-        sequence: its place in the plan.
+        place: of the sequence in the plan.
         row: of the states.
         offset: how many of the sequence's new tokens it has.
     """
 
-    sequence: int
+    place: int
     row: int
     offset: int
 
@@ -98,13 +98,13 @@ class Scored(NamedTuple):
     """Rows of logits for the caller: the first ones of a sequence.
 
     Args:
-        sequence: its place in the plan.
+        place: of the sequence in the plan.
         num_rows: number of rows.
         targets: the tokens whose log-probabilities the rows give; None: the caller wants the logits themselves.
         num_top: number of most probable tokens to list for each target.
     """
 
-    sequence: int
+    place: int
     num_rows: int
     targets: np.ndarray | None
     num_top: int

@@ -197,7 +197,7 @@ def read(own, slot, tokens, drafts, planned=5):
     """A step of one slot that yields these tokens, after which these drafts are proposed."""
     padded = np.array([[*tokens, 0, 0, 0, 0, 0][:5]], np.int32)
     proposed = np.array([[len(drafts), 1 + len(drafts), *drafts, 9, 9, 9, 9][:6]], np.int32)
-    own.read(np.array([slot]), np.array([planned]), np.array([len(tokens)]), padded, proposed)
+    own.compare(np.array([slot]), np.array([planned]), np.array([len(tokens)]), padded, proposed)
 
 
 class Line:

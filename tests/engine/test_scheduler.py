@@ -312,7 +312,7 @@ class Prompts:
     def step(self):
         work, computed = self.it.schedule(), {}
         if work is not None:
-            self.it.started(work)
+            self.it.on_started(work)
             draws = work.sequences.num_draws
             self.it.host.steps[work.sequences.slots] -= draws > 0
             self.it.host.unread[work.sequences.slots] -= draws

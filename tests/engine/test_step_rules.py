@@ -71,7 +71,7 @@ def test_with_drafts_equal_sizes_do_not_mean_that_every_row_is_kept():
     """The device may have fewer tokens than the plan says. Its tokens are without gaps then, its rows of logits are not."""
     it, _ = drafting(0.5, seed=3, lookahead=1)
     runner, wrong, seen = it._runner, [], []
-    eager = runner._eager
+    eager = runner._without_cuda_graph
 
     def as_on_a_gpu(plan, **options):
         runner._cuda = True
@@ -84,7 +84,7 @@ def test_with_drafts_equal_sizes_do_not_mean_that_every_row_is_kept():
             wrong.append(plan)
         return eager(plan, **options)
 
-    runner._eager = as_on_a_gpu
+    runner._without_cuda_graph = as_on_a_gpu
     for prompt in ([50, 51], [60, 61]):
         add(it, prompt, greedy(12))
     finish(it)

@@ -48,13 +48,13 @@ class Collector:
         `deliver` takes it as soon as it is known. Then the pages that the step has filled are registered in the prefix cache.
         """
         planned, host = scheduled.sequences, self._scheduler.host
-        same = host.current(planned.slots, scheduled.epochs)  # else it has ended, or was preempted, since the step was started
+        same = host.unchanged(planned.slots, scheduled.epochs)  # else it has ended, or was preempted, since the step was started
         rows = (same & (planned.num_draws > 0)).nonzero()[0]
         drawing, draws, counts, tokens = planned.slots, planned.num_draws, result.counts, result.tokens
         if len(rows) < len(planned.slots):
             drawing, draws, counts, tokens = drawing[rows], draws[rows], counts[rows], tokens[rows]
         if self._drafts is not None and result.proposed is not None:
-            self._drafts.read(drawing, draws, counts, tokens, result.proposed[rows])
+            self._drafts.compare(drawing, draws, counts, tokens, result.proposed[rows])
         outputs = self._scores(result, scheduled) if result.scored else []
         taken, reasons = host.extend(drawing, counts, tokens, time.perf_counter())
         self.num_generated += sum(taken.tolist())
@@ -67,7 +67,7 @@ class Collector:
                     outputs += self._tell(sequence, new[:count], reason, result, scheduled, row)
         if deliver is not None and outputs:  # a thread that waits for them takes as long to wake up as the rest takes here
             deliver(outputs)
-        host.read(drawing, draws)
+        host.mark_read(drawing, draws)
         self._scheduler.register(drawing[reasons != Reason.NO_TOKEN])
         for place, sequence, chunk in scheduled.prompts:
             if not chunk.num_draws and same[place] and sequence.slot >= 0:

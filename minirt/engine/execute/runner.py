@@ -67,7 +67,7 @@ class Forward(NamedTuple):
     committed: bool  # whether the CUDA graph has drawn the tokens, too
 
 
-class Step(NamedTuple):
+class StartedStep(NamedTuple):
     """A step that was started."""
 
     plan: StepPlan
@@ -134,7 +134,7 @@ class Runner:
             self._taps = torch.zeros(tokens, model.config.hidden_size, dtype=model.dtype, device=device)
         self.graphs = StepGraphs(self, buckets)
 
-    def start(self, plan: StepPlan) -> Step:
+    def start(self, plan: StepPlan) -> StartedStep:
         """Queue a step whose sampling is not masked.
 
         Raises:
@@ -156,7 +156,7 @@ class Runner:
         """The host's buffer for the masks of the next draw: [Q, ceil(V / 32)] int32, a row for each of a step's draws."""
         return self.stages.masks(count)
 
-    def draw(self, forward: Forward) -> Step:
+    def draw(self, forward: Forward) -> StartedStep:
         """The second half of a step. Raises as `start` does."""
         with self._inference, self._on_device:
             return self._draw(forward)
@@ -164,7 +164,7 @@ class Runner:
     def _forward(self, plan: StepPlan) -> Forward:
         needs, planned = plan.sampling, plan.sequences
         needed = bool(plan.scored or needs.masked or needs.any_rules or needs.logprobs or not needs.all_greedy)
-        bucket = self.graphs.find(plan)
+        bucket = self.graphs.find_or_capture(plan)
         greedy = not needed and bucket is not None
         self.buffers.send(plan, logits_needed=needed, greedy=greedy)
         if plan.copies is not NO_COPIES:
@@ -174,7 +174,7 @@ class Runner:
             self.buffers.sent()
             view, logits = self.buffers.view(0, len(planned.slots), 0, planned.total_draws), self.buffers.logits
         else:
-            view, batch = self._eager(plan, settings=needed)
+            view, batch = self._without_cuda_graph(plan, settings=needed)
             self.buffers.sent()
             logits = self.model(batch, self.cache)
         maxima = None if batch.row_maxima is None else batch.row_maxima.values[: planned.total_logits]
@@ -182,7 +182,7 @@ class Runner:
             self.stages.fill_slots(plan.rules)
         return Forward(plan, view, logits[: planned.total_logits], maxima, batch, bucket, greedy)
 
-    def _eager(self, plan: StepPlan, *, settings: bool = True) -> tuple[StepView, Batch]:
+    def _without_cuda_graph(self, plan: StepPlan, *, settings: bool = True) -> tuple[StepView, Batch]:
         """The view and the batch of a step without a CUDA graph.
 
         If the runner has CUDA graphs, the head stores row maxima here too, so that both use one compiled kernel.
@@ -217,7 +217,7 @@ class Runner:
             return batch
         return replace(batch, row_maxima=self.buffers.row_maxima_of(logits, self.model.row_maxima_tiles(logits)))
 
-    def _draw(self, forward: Forward) -> Step:
+    def _draw(self, forward: Forward) -> StartedStep:
         plan, view, logits, row_maxima, batch, bucket, committed = forward
         tensors, scored = view.tensors, list[ScoredRows]()
         if plan.scored:
@@ -239,7 +239,7 @@ class Runner:
         if self._cuda:  # also if the step has no tokens: the host is at most one step ahead of the device
             ended = torch.cuda.Event()
             ended.record()
-        return Step(plan, result, proposed, packed, scored, ended)
+        return StartedStep(plan, result, proposed, packed, scored, ended)
 
     def _propose(self, proposer: Proposer, plan: StepPlan, batch: Batch, bucket: Bucket | None) -> None:
         """Propose drafts for a step's sequences. Their tokens are in the table, so the step cannot be tried again: if memory runs

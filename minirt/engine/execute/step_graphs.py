@@ -33,7 +33,7 @@ class StepGraphs:
         self.captured = None if buckets is None else CudaGraphs(runner.device)
         self._static: dict[Bucket, tuple[StepView, Batch]] = {}
 
-    def find(self, plan: StepPlan) -> Bucket | None:
+    def find_or_capture(self, plan: StepPlan) -> Bucket | None:
         """The bucket of a step, captured if it was not; None: the step has no CUDA graph."""
         if self.captured is None or self.buckets is None:
             return None

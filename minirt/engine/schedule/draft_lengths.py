@@ -31,10 +31,10 @@ class DraftLengths:
         times: None: each step verifies as many drafts as it can.
     """
 
-    def __init__(self, limits: EngineLimits, slots: HostSlots, vocab_size: int) -> None:
+    def __init__(self, limits: EngineLimits, host: HostSlots, vocab_size: int) -> None:
         count, most = limits.max_num_seqs, limits.max_drafts
         self.times: GraphTimes | OnlineStepTimes | None = None
-        self._slots, self._sizes = slots, draft_sizes(most)
+        self._host, self._sizes = host, draft_sizes(most)
         self._epochs, self._counts = np.full(count, -1, np.int64), np.zeros(count, np.int64)
         self._drafts, self._vocab = np.zeros((count, most), np.int32), vocab_size
         self._right, self._trials = np.zeros(count), np.zeros(count)
@@ -48,18 +48,18 @@ class DraftLengths:
 
     def of(self, slot: int) -> list[int]:
         """The drafts of a slot that the next step to be read verifies, at most."""
-        known = self._epochs[slot] == self._slots.epochs[slot]
+        known = self._epochs[slot] == self._host.epochs[slot]
         return self._drafts[slot, : self._counts[slot]].tolist() if known else []
 
     def choose(self, slots: np.ndarray, most_rows: int) -> np.ndarray:
         """Maximum number of new tokens of each slot [B] in the next step: [B] int64, together at most `most_rows`, or one each.
         """
-        counts = np.where(self._epochs[slots] == self._slots.epochs[slots], self._counts[slots], 0)
+        counts = np.where(self._epochs[slots] == self._host.epochs[slots], self._counts[slots], 0)
         known = counts > 0
         if not known.any():
             return 1 + counts
         # A step that the host has not read may have proposed more.
-        counts[known & (self._slots.steps[slots] > 0)] = self._sizes[-1]
+        counts[known & (self._host.steps[slots] > 0)] = self._sizes[-1]
         room = most_rows - len(slots)
         chosen = max((size for size in self._sizes if int(np.minimum(counts, size).sum()) <= room), default=0)
         if self.times is not None and chosen:
@@ -85,7 +85,9 @@ class DraftLengths:
                 best, speed = size, tokens_s
         return best
 
-    def read(self, slots: np.ndarray, planned: np.ndarray, counts: np.ndarray, tokens: np.ndarray, proposed: np.ndarray) -> None:
+    def compare(
+        self, slots: np.ndarray, planned: np.ndarray, counts: np.ndarray, tokens: np.ndarray, proposed: np.ndarray
+    ) -> None:
         """Compare the drafts of a step with its tokens, and keep the drafts that were proposed after it.
 
         Call it before the tokens are appended to `HostSlots`.
@@ -98,7 +100,7 @@ class DraftLengths:
         Raises:
             EngineError: the proposer breaks its protocol (`Proposer` in `engine/proposer.py`).
         """
-        host, most = self._slots, self._drafts.shape[1]
+        host, most = self._host, self._drafts.shape[1]
         self._check(counts, proposed)
         new = self._epochs[slots] != host.epochs[slots]
         if new.any():

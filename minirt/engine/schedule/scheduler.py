@@ -35,7 +35,7 @@ _PROMPT_TILE = 128  # chunks of prompts that time limits have a multiple of this
 
 
 class PromptChunk(NamedTuple):
-    """What a step computes of a prompt, in the order of `PlannedSequences`."""
+    """What a step computes of a prompt: a column of `PlannedSequences`. `stop`: cached tokens after the step."""
 
     slot: int
     start: int
@@ -143,9 +143,33 @@ class WaitingQueue:
                 heapq.heapify(heap)
 
 
-def _splits(length: Any) -> Any:
+def _further_splits(length: Any) -> Any:
     """Number of complete KV splits before the last one, of a number of cached tokens or an array of them."""
     return (length - 1) // KV_SPLIT
+
+
+def _planned(
+    slots: np.ndarray, counts: np.ndarray, lens: np.ndarray, total: int, prompts: list[PromptChunk]
+) -> PlannedSequences:
+    """The sequences of a step: those that go on with the next tokens of their slots, then prompts.
+
+    Args:
+        slots, counts, lens: [B] of the first, their `num_tokens` and `seq_lens`; each token has logits and a draw.
+        total: sum of `counts`.
+    """
+    going_on = len(slots)
+    if going_on:
+        values = np.empty((6, going_on + len(prompts)), np.int64)
+        first = values[:, :going_on]
+        first[0], first[1], first[2:5], first[5] = slots, -1, counts, lens
+        if prompts:
+            values[:, going_on:] = np.transpose(prompts)
+    else:
+        values = np.array(prompts, np.int64).T
+    tokens = logits = draws = total
+    for chunk in prompts:
+        tokens, logits, draws = tokens + chunk.num_tokens, logits + chunk.num_logits, draws + chunk.num_draws
+    return PlannedSequences(values, *values, tokens, logits, draws)  # type: ignore[call-arg]  # mypy does not count the rows
 
 
 class Scheduler:
@@ -179,7 +203,6 @@ class Scheduler:
             self.prefix_cache = self._states
         # The token limit of a step, lowered when memory runs out and doubled after `_until_larger` steps; those since then.
         self._limit_tokens, self._steps_since, self._until_larger = limits.max_num_batched_tokens, 0, STEPS_UNTIL_LARGER
-        self._limit = "--max-model-len" if limits.max_model_len <= cache.capacity else "--kv-cache-memory"
         self._most_rows = limits.max_logits_rows
         self._most_splits = MAX_SHARING * (cache.capacity // KV_SPLIT)  # see `max_splits`
         self._prompt_time: PromptTime | None = None  # None: steps have no limit of time
@@ -190,7 +213,7 @@ class Scheduler:
 
     def _clear(self) -> None:
         """Nothing waits, runs or is pinned."""
-        self._starting: ScheduledStep | None = None  # a step that was scheduled, before `started` or `failed`
+        self._starting: ScheduledStep | None = None  # a step that was scheduled, before `on_started` or `on_failed`
         self.waiting = WaitingQueue()
         self.running: dict[int, Sequence] = {}
         self._prefilling: dict[int, Sequence] = {}  # those whose known tokens are not computed yet
@@ -199,7 +222,9 @@ class Scheduler:
         self._added: list[Sequence] = []  # since the last step, if they may be refused
         self._followers: dict[int | None, OrderedDict[int, Sequence]] = {}  # by group: those that wait for the one that leads
         self._pinned: set[int] = set()  # pages of pinned prompts, which lower `max_len`
-        self.max_len = min(self.limits.max_model_len, self._cache.capacity)
+        length, capacity = self.limits.max_model_len, self._cache.capacity
+        self.max_len = min(length, capacity)
+        self._limiting_option = "--max-model-len" if length <= capacity else "--kv-cache-memory"
 
     def use_times(self, prompt_time: PromptTime | None = None, step_times: GraphTimes | OnlineStepTimes | None = None) -> None:
         """Go by these times of steps from now on. None: as before."""
@@ -211,7 +236,7 @@ class Scheduler:
         """Raise ContextLengthError if a prompt of this many tokens can never fit, with room for `new` tokens, 1 or 0."""
         if tokens + new > self.max_len:
             longest = self.limits.model_len
-            hint = f"shorten it, or raise {self._limit} if the memory allows"
+            hint = f"shorten it, or raise {self._limiting_option} if the memory allows"
             if longest is not None and tokens + new > longest:
                 hint = f"shorten it: the model itself takes at most {longest} tokens"
             expected = f"at most {self.max_len - new} tokens" + ", to leave room for one new token" * new
@@ -237,7 +262,7 @@ class Scheduler:
         sequence.passes_until = self.tokens_done + sequence.size
         self.waiting.add(sequence)
 
-    def refused(self) -> list[Sequence]:
+    def take_refused(self) -> list[Sequence]:
         """The sequences to refuse, so that `max_waiting` wait: the latest of those added since the last step.
 
         Call it after `schedule`, so that no sequence is refused that the step computes. A group counts as one sequence until its
@@ -278,7 +303,7 @@ class Scheduler:
         steps = int(self.host.steps[slot])  # that the host has not read
         if starting is not None:
             slots = starting.sequences.slots
-            steps += int((self.host.current(slots, starting.epochs) & (slots == slot)).sum())
+            steps += int((self.host.unchanged(slots, starting.epochs) & (slots == slot)).sum())
         if steps and (steps > 1 or unused > 1):  # the state may be behind the sequence's end, or at a token that is not its own
             return
         computed = len(sequence.tokens) - (unused == 0 and steps == 0)
@@ -326,31 +351,20 @@ class Scheduler:
         preemptions, limit = self.num_preemptions, self._limit_tokens
         admits = bool(self.waiting) and len(self.running) < self.limits.max_num_seqs
         rows = self._most_rows - len(self.running)  # beside one draw of each running sequence
-        slots, counts, lens = self._schedule_decoding(limit, self._most_splits, rows - admits)
+        slots, counts, lens = self._schedule_decoding(limit, self._most_splits, rows - int(admits))
         going_on, chunks = len(slots), dict[Sequence, PromptChunk]()
         used = going_on if self.draft_lengths is None else int(counts.sum())
         if used < limit and (self._prefilling or self.waiting):
             limited = going_on and self._prompt_time is not None and self.limits.max_step_ms
             seconds = self.limits.max_step_ms / 1e3 if limited else _ANY_TIME
-            splits = self._most_splits - (int(_splits(lens).sum()) if going_on else 0)
+            splits = self._most_splits - (int(_further_splits(lens).sum()) if going_on else 0)
             room = _Room(limit - used, rows - used + going_on, splits, seconds)
             chunks = self._schedule_prompts(room, admits and self.num_preemptions == preemptions)
         if not going_on and not chunks:
             return None
         copies = NO_COPIES if self._states is None else self._states.copies()
         prompts = [ScheduledPrompt(place, *item) for place, item in enumerate(chunks.items(), going_on)]
-        if going_on:
-            values = np.empty((6, going_on + len(chunks)), np.int64)
-            first = values[:, :going_on]
-            first[0], first[1], first[2:5], first[5] = slots, -1, counts, lens
-            if chunks:
-                values[:, going_on:] = np.transpose(list(chunks.values()))
-        else:
-            values = np.array(list(chunks.values()), np.int64).T
-        tokens = logits = draws = used
-        for chunk in chunks.values():
-            tokens, logits, draws = tokens + chunk.num_tokens, logits + chunk.num_logits, draws + chunk.num_draws
-        planned = PlannedSequences(values, *values, tokens, logits, draws)  # type: ignore[call-arg]
+        planned = _planned(slots, counts, lens, used, list(chunks.values()))
         snapshots: tuple[Snapshot, ...] = ()
         if self._states is not None and chunks:
             snapshots = self._states.snapshots([prompt[:2] for prompt in prompts], [chunk.stop for chunk in chunks.values()])
@@ -410,7 +424,7 @@ class Scheduler:
     def _taken(self, chunk: PromptChunk) -> _Room:
         """What a prompt takes of a step's room."""
         seconds = 0.0 if self._prompt_time is None else self._prompt_time.seconds(chunk.start, chunk.num_tokens)
-        return _Room(chunk.num_tokens, max(0, chunk.num_logits - 1), _splits(chunk.stop), seconds)
+        return _Room(chunk.num_tokens, max(0, chunk.num_logits - 1), _further_splits(chunk.stop), seconds)
 
     def _in_time(self, start: int, budget: int, seconds: float) -> int:
         """Number of a prompt's tokens, the first at position `start`, that a step computes in `seconds`, at most `budget`."""
@@ -439,10 +453,7 @@ class Scheduler:
             left = budget - len(slots)  # drafts take none of the tokens that others go on with, and half of what prompts may have
             left = left // 2 if self._prefilling or self.waiting else left
             new = self.draft_lengths.choose(slots, len(slots) + min(rows, max(0, left)))
-        elif (
-            len(slots) <= budget and (plain <= host.quiet_until[slots]).all()
-            and (len(slots) * _splits(self.max_len) <= splits or int(_splits(plain).sum()) <= splits)
-        ):  # as in most steps
+        elif self._is_quiet(slots, plain, budget, splits):
             return slots, np.ones(len(slots), np.int64), plain
         final = host.final_lens[slots]
         counts = np.maximum(np.minimum(final - host.lengths[slots] - host.steps[slots], new), 0)  # 0: its last token is in a step
@@ -453,16 +464,28 @@ class Scheduler:
             self._return_pages(slots)
         plain = np.minimum(plain[runs], final)
         lens = np.minimum(plain - 1 + counts, final)
-        if int(_splits(lens).sum()) > splits:  # as many as fit, in order
-            for i, count in enumerate(_splits(lens).tolist()):
-                counts[i] *= count <= splits
-                splits -= count * (count <= splits)
+        if int(_further_splits(lens).sum()) > splits:  # as many as fit, in order
+            for i, further in enumerate(_further_splits(lens).tolist()):
+                if further <= splits:
+                    splits -= further
+                else:
+                    counts[i] = 0
         self._reserve_pages(slots, counts, plain, lens)
         host.quiet_until[slots] = np.minimum(final - 1, host.num_pages[slots] * self._cache.page_size)
         kept = counts > 0
         if self._decoding_slots is None:  # some were preempted
             kept &= [host.sequences[slot] is not None for slot in slots.tolist()]
         return slots[kept], counts[kept], lens[kept]
+
+    def _is_quiet(self, slots: np.ndarray, lens: np.ndarray, budget: int, splits: int) -> bool:
+        """Whether one token more of each slot needs no page, ends no sequence and fits into the step, as in most steps.
+
+        `lens`: cached tokens then.
+        """
+        return bool(
+            len(slots) <= budget and (lens <= self.host.quiet_until[slots]).all()
+            and (len(slots) * _further_splits(self.max_len) <= splits or int(_further_splits(lens).sum()) <= splits)
+        )  # fmt: skip
 
     def _reserve_pages(self, slots: np.ndarray, counts: np.ndarray, plain: np.ndarray, lens: np.ndarray) -> None:
         """Reserve pages for slots that go on, [B] each; those for next tokens may preempt others, those for drafts none.
@@ -497,7 +520,7 @@ class Scheduler:
         if sequence.logits_only or sequence.num_to_score:
             first = max(start, sequence.logits_from)
         stop = min(sequence.prefill_len, start + tokens, first + room.rows + 1)
-        if stop <= start or _splits(stop) > room.splits:
+        if stop <= start or _further_splits(stop) > room.splits:
             return None
         if self._states is not None:
             stop = self._states.chunk_end(sequence, start, stop)
@@ -505,7 +528,7 @@ class Scheduler:
         scored = max(0, min(stop, sequence.prefill_len - draws) - first)
         return PromptChunk(sequence.slot, start, stop - start, scored + draws, draws, stop)
 
-    def started(self, scheduled: ScheduledStep) -> None:
+    def on_started(self, scheduled: ScheduledStep) -> None:
         """A step with these sequences was started."""
         host, slots = self.host, scheduled.sequences.slots
         self._starting, self._steps_since = None, self._steps_since + 1
@@ -513,12 +536,12 @@ class Scheduler:
         if self._steps_since >= self._until_larger:
             self._limit_tokens, self._steps_since = min(2 * self._limit_tokens, self.limits.max_num_batched_tokens), 0
         if self._states is not None:
-            self._states.started()
+            self._states.on_started()
         for slot in host.unsent.intersection(slots.tolist()) if host.unsent else ():
             host.num_sent[slot] = host.num_pages[slot]
             host.unsent.remove(slot)
         if going_on := len(slots) - len(scheduled.prompts):
-            host.queued(slots[:going_on], scheduled.sequences.num_draws[:going_on])
+            host.mark_queued(slots[:going_on], scheduled.sequences.num_draws[:going_on])
         for _, sequence, chunk in scheduled.prompts:
             if sequence.slot < 0:  # it has ended while the step was being started
                 continue
@@ -530,19 +553,19 @@ class Scheduler:
                 self._prefilling.pop(sequence.id, None)
                 if chunk.num_draws:
                     self._decoding[chunk.slot], self._decoding_slots = sequence, None
-                    host.queued(chunk.slot, chunk.num_draws)
+                    host.mark_queued(chunk.slot, chunk.num_draws)
 
-    def failed(self, scheduled: ScheduledStep) -> None:
+    def on_failed(self, scheduled: ScheduledStep) -> None:
         """A step with these sequences did not start, because memory ran out in the middle of its layers.
 
         States may have changed by then, and pages only what the next try writes again. So sequences with states begin again.
         """
         self._starting = None
         if self._states is not None:
-            self._states.failed()
+            self._states.on_failed()
         if self._cache.has_states:
             slots = scheduled.sequences.slots
-            for slot in slots[self.host.current(slots, scheduled.epochs)].tolist():
+            for slot in slots[self.host.unchanged(slots, scheduled.epochs)].tolist():
                 if (sequence := self.host.sequences[slot]) is not None:
                     self._preempt(sequence)
 
@@ -560,7 +583,7 @@ class Scheduler:
         A sequence that does not fit would soon be preempted.
         """
         allocator = self._cache.allocator
-        if sequence.blocked_at == allocator.num_changes or _splits(len(sequence.tokens)) > splits:
+        if sequence.blocked_at == allocator.num_changes or _further_splits(len(sequence.tokens)) > splits:
             return None
         pages = self._cache.pages_for(min(len(sequence.tokens) + 1, sequence.final_len))
         for hit in self._hits(sequence):
@@ -641,13 +664,13 @@ class Scheduler:
         self._cache.allocator.share([page for page in hit.held if page not in self._pinned])
         self._pinned = pinned
         if room < self.max_len:
-            self.max_len, self._limit = room, "--kv-cache-memory"
+            self.max_len, self._limiting_option = room, "--kv-cache-memory"
         return hit.tokens
 
     def limit_tokens(self, most: int) -> None:
         """Limit the next steps to `most` tokens, because a larger step did not fit into memory."""
         self._limit_tokens, self._steps_since = most, 0
-        if self._cache.has_states:  # their sequences have begun again (`failed`), and need more steps than that to end
+        if self._cache.has_states:  # their sequences have begun again (`on_failed`), and need more steps than that to end
             self._until_larger *= 2
 
     def _preempt(self, sequence: Sequence) -> None:

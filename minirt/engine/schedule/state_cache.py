@@ -168,7 +168,7 @@ class StatePrefixCache(PrefixCache):
         return stop if self._within else min(self._inside(sequence, start, stop), default=stop)
 
     def snapshots(self, prompts: Iterable[tuple[int, Sequence]], ends: list[int]) -> tuple[Snapshot, ...]:
-        """The snapshots that the next step is to store while it computes prompts. Then call `started` or `failed`.
+        """The snapshots that the next step is to store while it computes prompts. Then call `on_started` or `on_failed`.
 
         Args:
             prompts: with their places in the step.
@@ -190,7 +190,7 @@ class StatePrefixCache(PrefixCache):
         return tuple(planned)
 
     def copies(self) -> Copies:
-        """What the next step must copy before its layers run. Then call `started` or `failed`."""
+        """What the next step must copy before its layers run. Then call `on_started` or `on_failed`."""
         if not self._saves and not self._admitted:
             return NO_COPIES
         states = [(slot, snapshot.row) for slot, snapshot in self._saves]  # first: a slot may have a new sequence already
@@ -201,7 +201,7 @@ class StatePrefixCache(PrefixCache):
         self._planned, self._saves = [snapshot for _, snapshot in self._saves], []
         return Copies(tuple(states), tuple(pages))
 
-    def started(self) -> None:
+    def on_started(self) -> None:
         """The step with the `copies` and `snapshots` was started."""
         for snapshot in self._planned:
             snapshot.holds -= 1
@@ -218,12 +218,12 @@ class StatePrefixCache(PrefixCache):
                 self._allocator.release([hit.partial])
         self._admitted.clear()
 
-    def failed(self) -> None:
+    def on_failed(self) -> None:
         """The step failed to start; its writes are undefined."""
         lost = list(self._planned)
         self._free += [row for _, _, row in self._stored if row is not None]
         self._stored.clear()
-        self.started()
+        self.on_started()
         for snapshot in lost:
             self._pinned.discard(snapshot)
             self._drop(snapshot)

@@ -31,33 +31,43 @@ class Sequence:
         self.id, self.sampling, self.prompt_len = request.id, request.sampling, len(request.prompt_token_ids)
         self.group = request.group  # the sequences of one group have the same prompt
         self.logits_only = request.logits_only  # no token is drawn: the caller wants the logits of all tokens
-        self.constraint: TokenConstraint | None = None
+        self.constraint: TokenConstraint | None = None  # written by the engine, once it is compiled
+
+        # Written by `take_slot` and `leave_slot`:
         self.slot = -1  # its row of the table of slots while it runs; −1: none
         self.host: HostSlots | None = None  # the arrays with this row; None: it does not run
+        # Without a slot: int32 tokens, faster by `array` than by NumPy from a list; times; and `num_drafts`.
+        self._tokens, self._times = np.frombuffer(array("i", request.prompt_token_ids), np.int32), _NO_TIMES
+        self._drafted = 0, 0
+
+        # Written by the scheduler, while it waits:
         self.leads = False  # whether the others of its group wait until its prompt is computed
         self.arrival_rank = (0, -1)  # its priority and its place among all arrivals
+        self.added_at = 0.0  # the time at which it was queued
         self.size = 0  # tokens to compute when it began to wait: those that were not in the prefix cache
         self.passes_until = 0  # if it is first and does not fit, others pass it until `Scheduler.tokens_done` reaches this
         self.blocked_at = -1  # `PageAllocator.num_changes` when it did not fit
+
+        # Written by the scheduler, while its known tokens are computed:
         self.num_prefilled = 0  # of the first `prefill_len` tokens: those that are cached, or computed by a step that was started
         self.prefill_len = 0  # tokens known at the admission
         # The first prompt token whose logits steps are still to compute for the caller: of all with `logits_only`, else of those
         # before a scored token.
         self.logits_from = request.first_scored - 1
+        self.num_cached = -1  # tokens that were found in the prefix cache when it first ran; −1: it has not run
+
+        # Written by the prefix cache:
         self.keys: list[bytes] = []  # keys of its first full pages; see `PrefixCache`
         self.last_snapshot: int = NEVER  # tokens in the last snapshot of its state, taken or found; `NEVER`: it takes none
         self.next_snapshots: tuple[int, ...] = ()  # numbers of prompt tokens after which snapshots are to be taken
+
+        # Written by the collector, which also tells the caller:
+        self.queue_time_s: float | None = None  # from `added_at` to the first admission; None before, and once it was told
         self.unused = 0  # once it has ended: tokens of its last step that it did not take
-        self.num_cached = -1  # tokens that were found in the prefix cache when it first ran; −1: it has not run
-        self.added_at = 0.0  # the time at which it was queued
-        self.queue_time_s: float | None = None  # from then until its first admission; None before, and once it was reported
         self.logprobs: list[TokenLogprobs] = []  # of tokens that the caller has not got
         # Log-probabilities of the prompt, until they are delivered; None: the request does not ask for them.
         self.scores: list[TokenLogprobs] | None = None if self.sampling.prompt_logprobs is None else []
         self.logits: list[Tensor] = []  # of all tokens, with `logits_only`
-        # Without a slot: int32 tokens, faster by `array` than by NumPy from a list; times; and `num_drafts`.
-        self._tokens, self._times = np.frombuffer(array("i", request.prompt_token_ids), np.int32), _NO_TIMES
-        self._drafted = 0, 0
 
     @property
     def watched(self) -> bool:

@@ -88,7 +88,7 @@ class HostSlots:
             Like `page_tables`, they take memory for the tokens of running sequences, and for SHORT tokens of each other slot.
         lengths: number of these tokens.
 
-    Written by `queued` when a step was started, and by `read` when the collector has read it:
+    Written by `mark_queued` when a step was started, and by `mark_read` when the collector has read it:
         steps: number of steps in flight that yield tokens, which the host has not read.
         unread: the most tokens that these yield.
 
@@ -149,7 +149,7 @@ class HostSlots:
             for rows in self._long:
                 rows.clear(slot)
 
-    def current(self, slots: np.ndarray, epochs: np.ndarray) -> np.ndarray:
+    def unchanged(self, slots: np.ndarray, epochs: np.ndarray) -> np.ndarray:
         """[N] bool, whether slots still have the sequences that they had when a step was scheduled, at these `epochs`."""
         same: np.ndarray = self.epochs[slots] == epochs
         return same
@@ -160,13 +160,13 @@ class HostSlots:
         self.num_pages[slot] = count + len(pages)
         self.unsent.add(slot)
 
-    def queued(self, slots: np.ndarray | int, draws: np.ndarray | int) -> None:
+    def mark_queued(self, slots: np.ndarray | int, draws: np.ndarray | int) -> None:
         """A step was started in which these slots draw at most so many tokens, [N] each or one of each."""
         self.steps[slots] += 1
         self.unread[slots] += draws
 
-    def read(self, slots: np.ndarray, draws: np.ndarray) -> None:
-        """A step that was `queued` with these values has been read, and its tokens are appended."""
+    def mark_read(self, slots: np.ndarray, draws: np.ndarray) -> None:
+        """A step that was marked as queued with these values has been read, and its tokens are appended."""
         self.steps[slots] -= 1
         self.unread[slots] -= draws
 
