@@ -43,11 +43,11 @@ def force(generator: Generator, rate: float) -> None:
     send, forward = runner.buffers.send, runner._forward  # no CUDA graph draws
     runner.buffers.send = lambda plan, **options: send(plan, **options | {"greedy": False})
     runner._forward = lambda plan: forward(plan)._replace(committed=False)
-    stages = runner.stages
-    draw = stages.draw
+    sampler = runner.sampler
+    draw = sampler.draw
 
-    def forced(logits: Tensor, row_maxima: Any, step: Any, settings: Any, plan: Any, proposed: Tensor | None = None) -> Any:
-        drawn, packed = draw(logits, row_maxima, step, settings, plan, proposed)
+    def forced(logits: Tensor, row_maxima: Any, view: Any, plan: Any, proposed: Tensor | None = None) -> Any:
+        drawn, packed = draw(logits, row_maxima, view, plan, proposed)
         if proposed is not None and plan.sequences.total_draws > len(plan.sequences.slots):
             counts = plan.sequences.num_draws
             slots = np.repeat(plan.sequences.slots, counts)
@@ -60,7 +60,7 @@ def force(generator: Generator, rate: float) -> None:
             drawn.copy_(torch.where(right, draft, (draft + 1) % logits.shape[1]))
         return drawn, packed
 
-    stages.draw = forced  # type: ignore[method-assign]
+    sampler.draw = forced  # type: ignore[method-assign]
 
 
 class Synthetic:

@@ -19,7 +19,7 @@ from minirt.device import is_device_failure, is_out_of_memory, peak_memory
 from minirt.engine.collect.collector import Collector, Deliver
 from minirt.engine.compiling_requests import CompilingRequests
 from minirt.engine.execute.runner import ModelLike, Runner, StartedStep
-from minirt.engine.execute.sampling_stages import StepOutOfMemory
+from minirt.engine.execute.sampler import StepOutOfMemory
 from minirt.engine.limits import EngineLimits, EngineOptions
 from minirt.engine.plan_step import plan_step
 from minirt.engine.proposer import Proposer

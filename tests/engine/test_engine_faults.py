@@ -241,8 +241,8 @@ def test_no_request_makes_a_lasting_buffer():
     buffer that the first such request makes, and a table that grows."""
 
     def buffers(it):
-        stages = it._runner.stages
-        owners = (stages, stages._processors, stages._processors.slots._asdict(), stages._masks, it._runner.buffers)
+        sampler = it._runner.sampler
+        owners = (sampler, sampler._processors, sampler._processors.slots._asdict(), sampler._masks, it._runner.buffers)
         values = [value for owner in owners for value in (owner if isinstance(owner, dict) else vars(owner)).values()]
         return [(value.data_ptr(), value.shape) for value in values if isinstance(value, torch.Tensor)]
 

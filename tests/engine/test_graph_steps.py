@@ -12,7 +12,7 @@ from minirt import models
 from minirt.engine.buckets import Bucket
 from minirt.engine.engine import Engine, Request
 from minirt.engine.execute import step_buffers, step_graphs
-from minirt.engine.execute.sampling_stages import SamplingStages
+from minirt.engine.execute.sampler import Sampler
 from minirt.engine.limits import EngineLimits, EngineOptions
 from minirt.kernels.speculative import draft_model as kernels
 from minirt.kernels.step.table import NEXT_TOKENS, NUM_CACHED, NUM_NEXT, PROMPT_LEN
@@ -71,8 +71,8 @@ def test_steps_in_static_buffers_give_the_tokens_of_other_steps(monkeypatch):
     expected, _ = run(build("qwen2", "eager"), graphs=False)
     monkeypatch.setattr(step_graphs, "CudaGraphs", Graphs)
     monkeypatch.setattr(step_buffers, "is_nvidia", lambda device: True)
-    drawn, draw = [], SamplingStages.draw
-    monkeypatch.setattr(SamplingStages, "draw", lambda *args: drawn.append(args[4].sampling) or draw(*args))
+    drawn, draw = [], Sampler.draw
+    monkeypatch.setattr(Sampler, "draw", lambda *args: drawn.append(args[4].sampling) or draw(*args))
     found, graphs = run(build("qwen2", "triton"), graphs=True)
     assert found == expected
     assert drawn

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from engine.test_engine import PAGE, VOCAB, Mock, add, engine, finish, undisturbed
-from engine.test_sampling_stages import Noisy
+from engine.test_sampler import Noisy
 
 from minirt.bench.replay import scheduled
 from minirt.engine.execute.runner import Runner

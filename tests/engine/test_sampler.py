@@ -1,252 +1,337 @@
-"""Draws have the right distribution, filters keep the right tokens, and neither depends on the rest of the batch."""
+"""Penalties, masks and log-probabilities in the engine, on the mock model of test_engine.py.
 
+Catches: counts that miss the token that only the device knows, counts that survive in a reused slot or are not rebuilt after a
+preemption, a prompt token that is scored twice or not at all, log-probabilities of another row, kernels that run unasked.
+"""
+
+import itertools
 import math
-from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
-from scipy import stats
+from engine.test_engine import PROMPTS, SIZES, VOCAB, Mock, engine, following
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from minirt.bench.replay import scheduled
+from minirt.engine import request_checks
+from minirt.engine.engine import Request
+from minirt.engine.execute import sampler
+from minirt.engine.execute.logits_processors import LogitsProcessors
+from minirt.engine.execute.runner import Runner
+from minirt.engine.limits import EngineLimits
+from minirt.engine.plan_step import plan_step
+from minirt.engine.state.sequence import Sequence
+from minirt.engine.state.slots import HostSlots
 from minirt.errors import InputError
 from minirt.kernels.sampling.batch import SamplingBatch
 from minirt.kernels.sampling.dispatch import sample
-from minirt.kernels.sampling.philox import philox, uniform
-from minirt.kernels.sampling.reference import exponential_noise, filtered_weights
-from minirt.sampling_params import EffectiveSampling, SamplingParams, resolve
+from minirt.sampling_params import SamplingParams, resolve
+from minirt.step.rules import Rules
 
-INF, NAN = math.inf, math.nan
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The tests run thousands of small operations. On a busy machine, threads would mostly wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+IDS = itertools.count(10**6)
 
 
-def settings(temperature: float = 1.0, seed: int = 0, **options) -> EffectiveSampling:
-    return resolve(SamplingParams(temperature=temperature, seed=seed, **options), None)
+class Noisy(Mock):
+    """Logits that depend on every token of the sequence, with many near the top, so that penalties change the choice."""
+
+    def __call__(self, batch, cache):
+        rows = super().__call__(batch, cache).argmax(-1)
+        return spread(rows)
 
 
-def batch_of(*requests: EffectiveSampling, step: int = 0) -> SamplingBatch:
-    return SamplingBatch.build([(request, step) for request in requests])
+def spread(rows):
+    v = torch.arange(VOCAB)
+    return ((rows[:, None] * 7 + v * 31) % 13).float() / 3 - 1.5
 
 
-def draws(logits, count: int, first_step: int = 0, rows: int = 250, **options) -> np.ndarray:
-    """`count` draws from one distribution, at successive steps of one request, `rows` draws at a time."""
-    request, steps = settings(**options), range(first_step, first_step + count)
-    logits = torch.as_tensor(logits, dtype=torch.float32).expand(rows, -1)
-    batches = [SamplingBatch.build([(request, i) for i in steps[at : at + rows]]) for at in range(0, count, rows)]
-    return torch.cat([sample(logits[: len(batch.step)], batch) for batch in batches]).numpy()
+def alone(prompt, params, bad_words=(), permitted=None):
+    """The tokens of a request by itself, computed from the definitions, without an engine.
+
+    `permitted`: of a request with structured outputs, generated tokens → those that may follow.
+    """
+    effective, eos = resolve(params, None), (5,)
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < min(effective.max_tokens, 64 - len(prompt)):
+        generated = tokens[len(prompt) :]
+        x = spread(torch.tensor([following(tokens)]))[0]
+        counts = torch.tensor(generated, dtype=torch.int64).bincount(minlength=VOCAB)
+        for v, bias in effective.logit_bias.items():
+            x[v] += bias
+        known = torch.tensor([v in tokens for v in range(VOCAB)])
+        x = torch.where(known, torch.where(x > 0, x / effective.repetition_penalty, x * effective.repetition_penalty), x)
+        x = x - effective.frequency_penalty * counts - effective.presence_penalty * (counts > 0)
+        constrained = permitted and effective.structured_outputs
+        for some in (effective.allowed_token_ids, permitted(generated) if constrained else None):
+            if some is not None:
+                x[[v for v in range(VOCAB) if v not in some]] = -math.inf
+        if len(generated) < effective.min_tokens:
+            x[[*eos, *effective.stop_token_ids]] = -math.inf
+        for word in bad_words:
+            if tuple(generated[len(generated) - len(word) + 1 :]) == word[:-1]:
+                x[word[-1]] = -math.inf
+        tokens.append(sample(x[None], SamplingBatch.build([(effective, len(generated))])).item())
+        if tokens[-1] in effective.stop_token_ids or (tokens[-1] in eos and not effective.ignore_eos):
+            break
+    return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("vocab", [1, 4, 17])
-def test_noise_follows_the_documented_counters(vocab: int) -> None:
-    """A Triton kernel that follows the documentation (key, counter, word, logarithm) must get these numbers."""
-    for seed, bits, step in ((0, 0, 0), (2**64 - 1, -1, 3), (5 << 32 | 7, 5 << 32 | 7, 2**20)):
-        batch = batch_of(settings(seed=seed), step=step)
-        noise = exponential_noise(batch.seed, batch.step, vocab)
-        assert noise.shape == (1, vocab)
-        for v in range(vocab):
-            words = philox(*(torch.tensor([c]) for c in (bits, v // 4, step, 0, 0)))
-            assert noise[0, v].item() == pytest.approx(-math.log1p(-uniform(words[v % 4]).item()), rel=1e-6)
+KINDS = [
+    {}, {"temperature": 0.9}, {"presence_penalty": 1.0}, {"frequency_penalty": -0.4, "temperature": 0.7},
+    {"repetition_penalty": 1.5},
+    {"logit_bias": {3: 2.0, 96: -5.0}}, {"allowed_token_ids": [1, 2, 3, 5, 8]}, {"min_tokens": 6, "stop_token_ids": [7, 11, 20]},
+    {"bad_words": "x", "temperature": 1.3}, {"stop_token_ids": list(range(0, 90, 7))},
+    {"presence_penalty": -0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2, "logit_bias": {40: 1.0}, "min_tokens": 3,
+     "allowed_token_ids": list(range(0, 97, 2)), "bad_words": "x", "temperature": 0.8, "ignore_eos": True},
+]  # fmt: skip
+WORDS = ((4,), (2, 2), (3, 1, 3), (8, 8, 8, 8), (40, 50), (1, 2, 1, 2, 5))
 
 
-def test_noise_is_exponential_and_uncorrelated() -> None:
-    batch = SamplingBatch.build([(settings(seed=s), t) for s in (0, 1) for t in range(100)])
-    noise = exponential_noise(batch.seed, batch.step, 1031).double().numpy().reshape(2, 100, 1031)
-    assert stats.kstest(noise.ravel()[::3], "expon").pvalue > 1e-3
-    neighbours = {"seeds": (noise[0], noise[1]), "steps": (noise[:, :-1], noise[:, 1:])}
-    neighbours |= {"tokens": (noise[..., :-1], noise[..., 1:]), "counters": (noise[..., :-4], noise[..., 4:])}
-    for name, (one, other) in neighbours.items():
-        assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 4 / math.sqrt(one.size), name
+def served(it, requests, unscored=None, tick=lambda: None):
+    """Run (arrival, prompt, params) → the outputs of each request, in order.
+
+    `unscored`: of each request, how many first tokens of its prompt have no scores. `tick` is called before each step.
+    """
+    ids, outputs = {}, {}
+    for step in range(10_000):
+        for i, (arrival, prompt, params) in enumerate(requests):
+            if arrival == step:
+                sampling, first = resolve(params, None), unscored[i] if unscored else 1
+                words = WORDS if sampling.bad_words else ()
+                request = Request(next(IDS), prompt, sampling, (5,), bad_words=words, first_scored=first)
+                it.checks.check(prompt, sampling, request.rules)
+                it.add(request)
+                ids[request.id], outputs[i] = i, []
+        tick()
+        for output in it.step():
+            before = outputs[ids[output.request_id]]
+            assert not before or before[-1].finish_reason is None, "an output after the last"
+            before.append(output)
+        if not it.has_work and step > max(r[0] for r in requests):
+            return outputs
+    raise AssertionError("starved")
 
 
-def reference(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
-    """The distribution in fp64, computed by sorting and adding one token after the other."""
-    logits = np.asarray(logits, np.float64)
-    p = np.exp((logits - logits.max()) / temperature)
-    if top_k:
-        p[logits < np.sort(logits)[::-1][min(top_k, len(logits)) - 1]] = 0
-    p /= p.sum()
-    if top_p < 1:
-        mass = 0.0
-        for last in np.sort(p)[::-1]:
-            mass += last
-            if mass >= float(np.float32(top_p)):
-                break
-        p[p < last] = 0
-    p[p < min_p * p.max()] = 0
-    return p / p.sum()
+def run(it, requests, unscored=None):
+    """The same without errors → tokens, log-probabilities and those of the prompt, by request."""
+    tokens, logprobs, scores = {}, {}, {}
+    for i, outputs in served(it, requests, unscored).items():
+        assert not [output.error for output in outputs if output.error]
+        tokens[i] = [token for output in outputs for token in output.token_ids]
+        logprobs[i] = [row for output in outputs for row in output.logprobs]
+        for output in outputs:
+            if output.prompt_logprobs is not None:
+                assert i not in scores
+                scores[i] = output.prompt_logprobs
+    return tokens, logprobs, scores
 
 
-ALL = {"temperature": 1.3, "top_k": 9, "top_p": 0.9, "min_p": 0.05}
-FILTERS = [{}, {"temperature": 0.5}, {"temperature": 1.7}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, ALL]
+FEW_PAGES = st.fixed_dictionaries(SIZES | {"pages": st.integers(16, 30)})
 
 
-@pytest.mark.parametrize("options", FILTERS, ids=str)
-def test_draws_have_the_exact_distribution(options: dict) -> None:
-    logits = np.random.default_rng(1).normal(size=17).astype(np.float32) * 1.5
-    wanted = reference(logits, **options) * 20_000
-    counts = np.bincount(draws(logits, 20_000, seed=11, **options), minlength=17)
-    assert counts[wanted == 0].sum() == 0
-    frequent = wanted >= 5  # chi-square needs 5 expected draws per cell; all rarer tokens share one cell
-    cells = [*zip(counts[frequent], wanted[frequent], strict=True), (counts[~frequent].sum(), wanted[~frequent].sum())]
-    observed, expected = zip(*(cell for cell in cells if cell[1] > 0), strict=True)
-    assert stats.chisquare(observed, expected).pvalue > 1e-3
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_logprobs_are_those_of_the_raw_logits(lookahead):
+    it, _ = engine(seqs=4, budget=20, lookahead=lookahead)
+    it._runner.model = Noisy()
+    both = {"logprobs": 3, "prompt_logprobs": 2, "temperature": 0.7, "seed": 3, "presence_penalty": 1.5, "max_tokens": 9}
+    requests = [
+        (0, [9, 8, 7], SamplingParams(**both)), (0, [50] * 30, SamplingParams(max_tokens=5, temperature=0.0)),
+        (1, [60] * 25, SamplingParams(max_tokens=6, logprobs=-1, prompt_logprobs=-1)),
+        (2, [4], SamplingParams(logprobs=0, max_tokens=3)), (2, [4, 5], SamplingParams(prompt_logprobs=0, max_tokens=3)),
+    ]  # fmt: skip
+    tokens, found, scores = run(it, requests)
+    assert set(scores) == {0, 2, 4}
+    for i, (_, prompt, params) in enumerate(requests):
+        assert len(found[i]) == (0 if params.logprobs is None else len(tokens[i]))
+        text, start = prompt + tokens[i], len(prompt)
+        rows = list(zip(range(start, len(text)), found[i], itertools.repeat(params.logprobs)))
+        rows += list(zip(range(1, start), scores.get(i, ()), itertools.repeat(params.prompt_logprobs)))
+        if i in scores:
+            assert len(scores[i]) == start - 1
+        for position, row, top in rows:
+            z = spread(torch.tensor([following(text[:position])]))[0]
+            exact = z.double().log_softmax(-1)
+            assert row.token_id == text[position]
+            assert row.logprob == pytest.approx(exact[row.token_id].item(), abs=1e-5)
+            assert row.rank == 1 + int((z > z[row.token_id]).sum())
+            order = sorted(range(VOCAB), key=lambda v, z=z: (-z[v].item(), v))[: VOCAB if top == -1 else top]
+            assert [v for v, _ in row.top] == order
+            assert [p for _, p in row.top] == pytest.approx(exact[order].tolist(), abs=1e-5)
 
 
-def test_a_flat_large_vocabulary_is_drawn_evenly() -> None:
-    assert stats.chisquare(np.bincount(draws(np.zeros(1031), 20_000, seed=3), minlength=1031)).pvalue > 1e-3
+@settings(max_examples=40, deadline=None)
+@given(
+    requests=st.lists(st.tuples(st.integers(0, 8), PROMPTS, st.integers(0, 12), st.integers(0, 30)), min_size=1, max_size=8),
+    sizes=FEW_PAGES,
+)
+def test_every_prompt_token_is_scored_once(requests, sizes):
+    """Also where a prompt is cut into chunks, or preempted, or its beginning is in the prefix cache or is not to be scored."""
+    it, cache = engine(**sizes)
+    it._runner.model = Noisy()
+    asked = [(w, p, SamplingParams(max_tokens=n, prompt_logprobs=1 if on or not n else None)) for w, p, n, on in requests]
+    unscored = [min(max(on, 1), len(prompt)) for _, prompt, _, on in requests]
+    tokens, _, scores = run(it, asked, unscored)
+    for i, (_, prompt, params) in enumerate(asked):
+        assert tokens[i] == (alone(prompt, params) if params.max_tokens else [])
+        assert (i in scores) == (params.prompt_logprobs is not None)
+        for position, row in enumerate(scores.get(i, ()), unscored[i]):
+            exact = spread(torch.tensor([following(prompt[:position])]))[0].double().log_softmax(-1)
+            assert row.token_id == prompt[position]
+            assert row.logprob == pytest.approx(exact[row.token_id].item(), abs=1e-5)
+        assert i not in scores or len(scores[i]) == len(prompt) - unscored[i]
+    assert cache.allocator.num_free == sizes["pages"], "pages leaked"
 
 
-@pytest.mark.parametrize("seeds", [False, True], ids=["steps", "seeds"])
-def test_successive_draws_are_independent(seeds: bool) -> None:
-    requests = [(settings(seed=i), 0) if seeds else (settings(seed=5), i) for i in range(20_000)]
-    tokens = sample(torch.tensor([0.5, 0.0, -0.5, 0.2]).expand(20_000, -1), SamplingBatch.build(requests)).numpy()
-    table = np.zeros((4, 4))
-    np.add.at(table, (tokens[:-1], tokens[1:]), 1)
-    assert stats.chi2_contingency(table).pvalue > 1e-3
+def test_a_prompt_that_is_not_scored_at_its_beginning_may_be_long():
+    """A step is bounded by the rows of logits, which unscored tokens do not need; and the prefix cache has their pages."""
+    it, cache = engine(pages=600, seqs=4, budget=2000, length=1500)
+    it._runner.model = model = Noisy()
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    for tail in (5, 6):
+        run(it, [(0, [1] * 1400 + [tail] * 3, params)], [1400])
+    full = (1400 - 1) // cache.page_size * cache.page_size
+    assert model.tokens_per_step == [1403, 1403 - full]
 
 
-RNG = np.random.default_rng(2)
-AWKWARD = {
-    "one token": [0.3], "two": [1.0, -1.0], "flat": [0.25] * 17, "masked": [1.0, -INF, 0.5, -INF, -0.5, 0.25, -INF],
-    "ties": [3, 1, 2, 2, 2, 1, 0, 3, -1, 2, 0.0, -0.0, 0], "many ties": RNG.integers(-4, 4, 523),
-    "one-hot": [-INF] * 6 + [2.0] + [-INF] * 4, "steep": [0, -200, -90, -40, -20, -1e30, -3.4e38],
-    "large": [3e38, -3e38, 2.9e38, 0], "negative": -100 - RNG.random(31) * 5, "prime": RNG.normal(size=1031) * 3,
-    "fine": 1 + np.arange(257) * 2.0**-23,
-}  # fmt: skip
-KEEP: list[dict] = [{"top_k": k} for k in (1, 2, 3, 7, 10, 10**12)]
-KEEP += [{"top_p": p} for p in (1e-50, 1e-6, 0.3, 0.77, 0.999)] + [{"min_p": m} for m in (1e-9, 0.02, 0.5, 1.0)]
-KEEP += [{"temperature": 0.6, "top_k": 5, "top_p": 0.7}, {"temperature": 2.5, "top_k": 40, "min_p": 0.13}]
-KEEP += [{"temperature": 0.9, "top_k": 11, "top_p": 0.93, "min_p": 0.03}, {"top_k": 1, "top_p": 1.0, "min_p": 0.0}]
+def test_a_slot_that_comes_back_is_filled_anew():
+    """Its data is that of the same sequence, from before it ran in another slot."""
+    rules, own = Rules(presence=3.0), resolve(SamplingParams(max_tokens=9, temperature=0.0), None)
+    runner = Runner(
+        lambda batch, cache: torch.arange(VOCAB).float().repeat(len(batch.logits_indices), 1), engine()[1],
+        torch.device("cpu"), EngineLimits(64, 3, 64), vocab_size=VOCAB,
+    )  # fmt: skip
+    sequence, slots = Sequence(Request(0, [1], own), 10, rules=rules), HostSlots(EngineLimits(64, 3, 64), 16)
+    for slot in (1, 2, 2, 1):
+        slots.free.append(slot)
+        sequence.take_slot(slots, [0, 1, 2])
+        for first in (True, False):
+            length = len(sequence.tokens)
+            row = slot, 0 if first else -1, length if first else 1, 1, 1, length
+            step = scheduled([sequence] if first else [], [row], slots)
+            result = runner.start(plan_step(step, slots, runner.columns, VOCAB)).result()
+            slots.num_sent[slot] = 3
+            slots.extend(step.sequences.slots, result.counts, result.tokens, 0.0)
+        sequence.leave_slot()
+    expected = list[int]()
+    for _ in range(8):
+        x = torch.arange(VOCAB).float()
+        x[expected] -= 3.0
+        expected.append(int(x.argmax()))
+    assert list(sequence.tokens[1:]) == expected
 
 
-@pytest.mark.parametrize("name", AWKWARD)
-def test_kept_set_and_weights(name: str) -> None:
-    """One batch with all filters, so that neighbouring rows have different filters or none."""
-    logits = np.asarray(AWKWARD[name], np.float32)
-    batch = batch_of(*(settings(**options) for options in KEEP))
-    weights = filtered_weights(torch.from_numpy(logits).expand(len(KEEP), -1), batch).double().numpy()
-    for options, found in zip(KEEP, weights, strict=True):
-        expected = reference(logits, **options)
-        visible = expected >= 1e-30 * expected.max()  # fp32 has no smaller weights, and draws could not reveal them
-        assert (found[visible] > 0).all(), options
-        assert (found[expected == 0] == 0).all(), options
-        np.testing.assert_allclose(found / found.sum(), expected, rtol=2e-5, atol=1e-30, err_msg=str(options))
+def test_a_step_scores_a_bounded_number_of_prompt_tokens():
+    it, _ = engine(pages=600, seqs=4, budget=2000, length=1500)
+    sizes, model = [], Noisy()
+
+    def watched(batch, cache):
+        logits = model(batch, cache)
+        sizes.append(len(logits))
+        return logits
+
+    it._runner.model = watched
+    params = SamplingParams(max_tokens=2, prompt_logprobs=0)
+    _, _, scores = run(it, [(0, [1] * 700, params), (0, [2] * 300, params), (0, [3] * 40, SamplingParams(max_tokens=2))])
+    assert [len(scores[i]) for i in (0, 1)] == [699, 299]
+    assert max(sizes) == it.limits.max_logits_rows == 256
 
 
-@pytest.mark.parametrize("vocab", [17, 1031])
-def test_kept_set_is_transformers(vocab: int) -> None:
-    from transformers.generation import logits_process as hf
-
-    logits = torch.from_numpy(np.random.default_rng(vocab).normal(size=(6, vocab)) * 3).float()
-    assert all(len(row.unique()) == vocab for row in logits)  # transformers breaks ties by position
-    for t, k, p, m in ((0.7, 8, 0.9, 0.02), (1.0, vocab, 0.95, 0.0), (1.8, 12, 1.0, 0.2), (1.0, 1, 0.5, 0.5)):
-        expected = logits
-        for warper in (hf.TemperatureLogitsWarper(t), hf.TopKLogitsWarper(k), hf.TopPLogitsWarper(p)):
-            expected = warper(None, expected)
-        expected = hf.MinPLogitsWarper(m)(None, expected)
-        weights = filtered_weights(logits, batch_of(*[settings(t, top_k=k, top_p=p, min_p=m)] * 6))
-        assert torch.equal(weights > 0, expected > -INF)
-        torch.testing.assert_close(weights / weights.sum(-1, keepdim=True), expected.softmax(-1), rtol=1e-5, atol=1e-9)
+@pytest.mark.parametrize(("listed", "count"), [(-1, VOCAB), (20, 20)])
+def test_too_many_log_probabilities_of_a_prompt_are_refused(listed, count, monkeypatch):
+    """A prompt of 11 tokens has 10 that are scored. The limit itself is accepted."""
+    it, _ = engine(length=200)
+    sampling = resolve(SamplingParams(prompt_logprobs=listed), None)
+    monkeypatch.setattr(request_checks, "MAX_PROMPT_LOGPROBS", 10 * count)
+    it.checks.check([1] * 11, sampling)
+    found = rf"11 tokens × {count} listed for each = {11 * count:,}"
+    with pytest.raises(InputError, match=rf"prompt_logprobs: .*at most {10 * count:,} .*{found}.*Generator\.logits"):
+        it.checks.check([1] * 12, sampling)
+    for fewer in (0, None):
+        it.checks.check([1] * 190, resolve(SamplingParams(prompt_logprobs=fewer), None))
 
 
-def test_extreme_temperatures() -> None:
-    logits = [1.0, 5.0, 5.0, 4.9999995, -INF]
-    assert all(set(draws(logits, 250, temperature=t)) == {1} for t in (1e-300, 1e-45, 1e-39))  # below normal fp32: greedy
-    for options, tokens in (({}, {0, 1, 2, 3}), ({"top_k": 2}, {1, 2}), ({"top_k": 3}, {1, 2, 3})):
-        assert set(draws(logits, 250, temperature=1e300, **options)) == tokens
-    assert set(draws(logits, 250, temperature=1.2e-38)) == {1, 2}
+def test_a_step_that_runs_out_of_memory_and_is_tried_again_counts_once(monkeypatch):
+    it, _ = engine(seqs=4, budget=20)
+    it._runner.model = Noisy()
+    original, calls = sampler.token_logprobs, itertools.count()
+
+    def fails_twice(*args, **kwargs):
+        if next(calls) in (1, 6):
+            raise torch.OutOfMemoryError("no memory")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(sampler, "token_logprobs", fails_twice)
+    params = SamplingParams(max_tokens=8, temperature=0.0, frequency_penalty=0.7, logprobs=1, prompt_logprobs=1)
+    requests = [(0, [9, 8, 7, 6], params), (0, [30] * 7, params)]
+    tokens, _, scores = run(it, requests)
+    for i in (0, 1):
+        assert tokens[i] == alone(requests[i][1], params)
+        assert len(scores[i]) == len(requests[i][1]) - 1
+    assert next(calls) > 6
 
 
-@pytest.mark.parametrize("vocab", [1, 17, 1031])
-def test_a_request_draws_the_same_in_any_company(vocab: int) -> None:
-    """A row's token and the bits of its weights are the same alone and in a batch, whatever the settings of the other rows."""
-    rng = np.random.default_rng(vocab)
-    options = [{"temperature": 0}, *FILTERS, {"top_k": 3, "seed": 2**63 + 9}, {"temperature": 0.01}, {"top_p": 0.2}]
-    requests = [(settings(**{"seed": int(rng.integers(2**63)), **o}), int(rng.integers(1000))) for o in options]
-    logits = torch.from_numpy(rng.normal(size=(len(requests), vocab)) * 2).float()
-    singles = [SamplingBatch.build([request]) for request in requests]
-    alone = [sample(logits[i : i + 1], single).item() for i, single in enumerate(singles)]
-    for _ in range(10):
-        pick = rng.permutation(len(requests))[: rng.integers(1, len(requests) + 1)].tolist()
-        together = SamplingBatch.build([requests[i] for i in pick])
-        assert sample(logits[pick], together).tolist() == [alone[i] for i in pick]
-        for row, i in () if pick == [0] else zip(filtered_weights(logits[pick], together), pick, strict=True):
-            if i > 0:  # request 0 is greedy and has no weights
-                assert torch.equal(row, filtered_weights(logits[i : i + 1], singles[i])[0])
+def test_nobody_asks_nothing_runs(monkeypatch):
+    """And a step with one row that asks runs what that row needs."""
+    ran = []
+    monkeypatch.setattr(LogitsProcessors, "process", lambda self, logits, *rest, **flags: ran.append("process") or logits)
+    monkeypatch.setattr(LogitsProcessors, "record", lambda self, *rest: ran.append("record"))
+    monkeypatch.setattr(LogitsProcessors, "fill", lambda self, *rest: ran.append("fill"))
+    scores = sampler.token_logprobs
+    monkeypatch.setattr(sampler, "token_logprobs", lambda *a, **k: ran.append("logprobs") or scores(*a, **k))
+    it, _ = engine()
+    run(it, [(0, [1, 2, 3], SamplingParams(max_tokens=4, temperature=t, top_k=3)) for t in (0.0, 0.9)])
+    assert ran == []
+    own = SamplingParams(max_tokens=2, logprobs=0, ignore_eos=True)
+    run(it, [(0, [1, 2, 3], SamplingParams(max_tokens=2)), (0, [1, 2], own)])
+    assert ran == ["logprobs"] * 2
+    del ran[:]
+    run(it, [(0, [1, 2, 3], SamplingParams(max_tokens=2, presence_penalty=1.0, ignore_eos=True))])
+    assert ran == ["fill", "process", "record", "process", "record"]
+    del ran[:]
+    run(it, [(0, [1, 2, 3], SamplingParams(max_tokens=4, min_tokens=2, ignore_eos=True))])
+    assert ran == ["fill", "process", "record", "process", "record"], "min_tokens is over after two steps"
 
 
-def test_seed_and_step_decide() -> None:
-    first = draws(np.zeros(1031), 50, seed=1)
-    np.testing.assert_array_equal(first[20:], draws(np.zeros(1031), 30, first_step=20, seed=1))
-    for other in (0, 2, 1 + 2**32, 1 + 2**63):  # every bit of the seed counts
-        assert (first != draws(np.zeros(1031), 50, seed=other)).sum() > 40
+def test_greedy_steps_need_no_logits_unless_somebody_asks(monkeypatch):
+    """The LM head writes none, and `sample` reads its row maxima."""
+    runner = Runner(Mock(), engine()[1], torch.device("cpu"), EngineLimits(64, 2, 64), vocab_size=VOCAB)
+    asked, maxima, forward, send = [], torch.zeros(1, 1, dtype=torch.int64), runner._forward, runner.buffers.send
+    monkeypatch.setattr(runner.buffers, "send", lambda plan, logits_needed, greedy: asked.append(logits_needed) or send(plan))
+    monkeypatch.setattr(runner, "_forward", lambda plan: forward(plan)._replace(row_maxima=maxima))
+    used = []
+
+    def sample(logits, batch, out, row_maxima=None, **named):
+        used.append(row_maxima is maxima)
+        return out
+
+    monkeypatch.setattr(sampler, "sample", sample)
+    greedy = {"temperature": 0.0}
+    for options in ({}, {"logprobs": 1}, {"temperature": 1.0}, {"presence_penalty": 1.0}, None):
+        own = resolve(SamplingParams(**(greedy | (options or {}))), None)
+        sequence, slots = Sequence(Request(0, [1], own), 9, rules=Rules.of(own, (), ())), HostSlots(EngineLimits(64, 1, 64), 16)
+        sequence.constraint = object() if options is None else None
+        sequence.take_slot(slots, [0])
+        plan = plan_step(scheduled([sequence], [(0, 0, 1, 1, 1, 1)], slots), slots, runner.columns, VOCAB)
+        if plan.sampling.masked:
+            forward = runner.forward(plan)
+            runner.masks(1).fill_(-1)
+            runner.draw(forward)
+        else:
+            runner.start(plan)
+    assert asked == [False, True, True, True, True]
+    assert used == [True, True, True, False, False], "row maxima are those of the logits before penalties and masks"
 
 
-def test_build() -> None:
-    def flags(*requests: EffectiveSampling) -> tuple[bool, ...]:
-        b = batch_of(*requests)
-        return b.temperature is None, b.top_k is not None, b.top_p is not None, b.min_p is not None
-
-    greedy = settings(0, top_k=5, top_p=0.5, min_p=0.5)
-    assert flags() == flags(greedy, greedy) == (True, False, False, False)
-    assert flags(greedy, settings()) == (False, False, False, False)
-    assert flags(settings(top_k=5), greedy) == (False, True, False, False)
-    assert flags(settings(), settings(top_p=0.5), settings(min_p=0.1)) == (False, False, True, True)
-    b = batch_of(settings(0.5, seed=2**64 - 1, top_k=2**40, top_p=0.5, min_p=0.1), greedy, step=4)
-    assert {t.dtype for t in (b.temperature, b.top_p, b.min_p)} == {torch.float32}
-    assert (b.top_k.dtype, b.seed.dtype, b.step.dtype) == (torch.int32, torch.int64, torch.int64)
-    assert (b.seed.tolist(), b.top_k.tolist(), b.step.tolist()) == ([-1, 0], [2**31 - 1, 5], [4, 4])
-
-
-ROWS = {  # logits, the greedy token, the tokens that may be drawn
-    "nan": ([1.0, NAN, 3.0, 0.0, 0.0], -1, {-1}),
-    "nan and inf": ([INF, 0.0, 1.0, -NAN, INF], -1, {-1}),
-    "all -inf": ([-INF] * 5, -1, {-1}),
-    "two infs": ([0.0, INF, 1.0, INF, -INF], -1, {-1}),
-    "ties": ([1.0, 7.0, 7.0, 0.0, 7.0], 1, {1, 2, 4}),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ROWS)
-def test_rows_without_a_distribution(name: str, dtype: torch.dtype) -> None:
-    row, greedy, drawn = ROWS[name]
-    mixed = torch.tensor([row, [-INF, -INF, -INF, 4.0, -INF]] * 50, dtype=dtype)
-    assert sample(mixed, batch_of(*[settings(0)] * 100)).tolist() == [greedy, 3] * 50
-    for options in ({}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.2}, {"top_k": 3, "top_p": 0.99, "min_p": 0.1}):
-        request = settings(0.4, **options)
-        tokens = sample(mixed, SamplingBatch.build([(request, i) for i in range(100)])).tolist()
-        assert (set(tokens[::2]), set(tokens[1::2])) == (drawn, {3})  # a bad row does not affect its neighbour
-        assert sample(mixed[:2], batch_of(settings(0), request)).tolist() == [greedy, 3]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_logits_of_any_dtype_and_stride_are_left_alone(dtype: torch.dtype) -> None:
-    storage = torch.from_numpy(np.random.default_rng(4).normal(size=(514, 40)) * 4).to(dtype)
-    before, logits = storage.clone(), storage.t()[:, ::2]
-    batch = SamplingBatch.build([(settings(0.8, top_k=99, top_p=0.9) if i % 3 else settings(0), i) for i in range(40)])
-    tokens = sample(logits, batch)
-    assert tokens.dtype == torch.int64
-    assert torch.equal(tokens, sample(logits.float().contiguous(), batch))
-    assert torch.equal(storage, before)
-
-
-@pytest.mark.parametrize("options", [{"temperature": 0}, *FILTERS], ids=str)
-def test_sampling_never_reads_the_device(options: dict) -> None:
-    """Meta tensors have no data, so an .item(), a tensor in an `if` or a value-dependent shape raises."""
-    batch = SamplingBatch.build([(settings(**options), 0)] * 2, device="meta")
-    assert sample(torch.empty(2, 17, device="meta"), batch).shape == (2,)
-
-
-def test_an_empty_batch_and_a_wrong_shape() -> None:
-    assert sample(torch.empty(0, 17), batch_of()).shape == (0,)
-    for shape in ((17,), (3, 17), (2, 1, 17)):
-        with pytest.raises(InputError, match=r"\(2, V\)"):
-            sample(torch.zeros(shape), batch_of(settings(), settings()))
+def test_settings_are_checked_against_the_model():
+    it, _ = engine()
+    for options in ({"stop_token_ids": [VOCAB]}, {"allowed_token_ids": [1, VOCAB]}, {"logit_bias": {VOCAB: 1.0}}):
+        own = resolve(SamplingParams(**options), None)
+        with pytest.raises(InputError, match=rf"{next(iter(options))}: not a token id of this model.*0 to {VOCAB - 1}.*{VOCAB}"):
+            it.checks.check([1], own, Request(0, [1], own).rules)
+    own = resolve(SamplingParams(bad_words="x"), None)
+    with pytest.raises(InputError, match="bad_words: the model has no logits"):
+        it.checks.check([1], own, Request(0, [1], own, bad_words=((1, VOCAB),)).rules)
+    own = resolve(SamplingParams(allowed_token_ids=[5, 7], min_tokens=1, stop_token_ids=[7]), None)
+    with pytest.raises(InputError, match="min_tokens: no token is left to draw"):
+        it.checks.check([1], own, Request(0, [1], own, (5,)).rules)
+    it.checks.check([1], own, Request(0, [1], own, (6,)).rules)

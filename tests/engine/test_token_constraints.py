@@ -12,15 +12,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engine.test_engine import PROMPTS, VOCAB, add, engine, following
-from engine.test_sampling_stages import FEW_PAGES, KINDS, WORDS, Noisy, served
-from engine.test_sampling_stages import alone as sampling_stages_alone
+from engine.test_sampler import FEW_PAGES, KINDS, WORDS, Noisy, served
+from engine.test_sampler import alone as alone_by_sampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minirt.engine.collect.collector import no_token
 from minirt.engine.compiling_requests import CompilingRequests
 from minirt.engine.engine import Request
-from minirt.engine.execute import sampling_stages
+from minirt.engine.execute import sampler
 from minirt.errors import EngineError, InputError, NumericsError, UnsupportedError
 from minirt.kernels.sampling.dispatch import sample
 from minirt.sampling_params import SamplingParams, resolve
@@ -96,7 +96,7 @@ def bound_engine(*, late=0, **options):
 
 
 def alone(prompt, params):
-    return sampling_stages_alone(prompt, params, WORDS if params.bad_words else (), permitted)
+    return alone_by_sampler(prompt, params, WORDS if params.bad_words else (), permitted)
 
 
 def run(it, requests):
@@ -152,9 +152,9 @@ def test_the_forward_pass_is_queued_before_the_tokens_of_the_step_before_are_rea
     it._runner._forward = lambda *args: order.append("forward") or start(*args)
     it._collector.collect = lambda *args: order.append("collect") or collect(*args)
     it._constraints.fill = lambda *args: order.append("masks") or fill(*args)
-    slots = it._runner.stages.fill_slots
-    it._runner.stages.fill_slots = lambda rules: order.extend(["slots"] * len(rules)) or slots(rules)
-    monkeypatch.setattr(sampling_stages, "sample", lambda *args, **own: order.append("draw") or sample(*args, **own))
+    slots = it._runner.sampler.fill_slots
+    it._runner.sampler.fill_slots = lambda rules: order.extend(["slots"] * len(rules)) or slots(rules)
+    monkeypatch.setattr(sampler, "sample", lambda *args, **own: order.append("draw") or sample(*args, **own))
     run(it, [(0, [1, 2], SamplingParams(max_tokens=3, temperature=0.0, logit_bias={EOS: -50.0}, **BOUND))])
     assert order == ["forward", "slots", "masks", "draw", *["forward", "collect", "masks", "draw"] * 2, "collect"]
     del order[:]
@@ -340,7 +340,7 @@ def test_memory_that_runs_out_in_the_sampler_changes_nothing(monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return sample(*args, **own)
 
-    monkeypatch.setattr(sampling_stages, "sample", short_of_memory)
+    monkeypatch.setattr(sampler, "sample", short_of_memory)
     params = SamplingParams(max_tokens=10, temperature=0.0, logit_bias={EOS: -50.0}, **BOUND)
     requests = [(0, [i, 2 * i, 3], params) for i in range(1, 4)]
     tokens, last = run(it, requests)

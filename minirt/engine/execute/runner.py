@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minirt.device import is_out_of_memory, on_device
 from minirt.engine.buckets import Bucket, Buckets, batch_bucket, drafts_to_propose, max_prompt_tokens
-from minirt.engine.execute.sampling_stages import SamplingStages, ScoredRows, unpack
+from minirt.engine.execute.sampler import Sampler, ScoredRows, unpack
 from minirt.engine.execute.step_buffers import StepBuffers, StepSizes, StepView
 from minirt.engine.execute.step_graphs import StepGraphs
 from minirt.engine.limits import EngineLimits, max_splits
@@ -127,7 +127,7 @@ class Runner:
                 tokens, draws = max(tokens, buckets.max_tokens, rows), max(draws, rows)
                 tiles = max(model.row_maxima_tiles(n + 1) for n in range(rows))
         self.buffers = StepBuffers(cache, limits, device, vocab_size, StepSizes(seqs, tokens, draws, tiles, rows))
-        self.stages = SamplingStages(limits, vocab_size, draws, device)
+        self.sampler = Sampler(limits, vocab_size, draws, device)
         self.columns = self.buffers.columns  # of the table of slots, which plans edit
         self._taps: Tensor | None = None  # the hidden states of a step, for a draft model
         if isinstance(model, Model) and model.draft_model is not None:
@@ -154,7 +154,7 @@ class Runner:
 
     def masks(self, count: int) -> Tensor:
         """The host's buffer for the masks of the next draw: [Q, ceil(V / 32)] int32, a row for each of a step's draws."""
-        return self.stages.masks(count)
+        return self.sampler.masks(count)
 
     def draw(self, forward: Forward) -> StartedStep:
         """The second half of a step. Raises as `start` does."""
@@ -179,7 +179,7 @@ class Runner:
             logits = self.model(batch, self.cache)
         maxima = None if batch.row_maxima is None else batch.row_maxima.values[: planned.total_logits]
         if plan.rules:
-            self.stages.fill_slots(plan.rules)
+            self.sampler.fill_slots(plan.rules)
         return Forward(plan, view, logits[: planned.total_logits], maxima, batch, bucket, greedy)
 
     def _without_cuda_graph(self, plan: StepPlan, *, settings: bool = True) -> tuple[StepView, Batch]:
@@ -221,15 +221,15 @@ class Runner:
         plan, view, logits, row_maxima, batch, bucket, committed = forward
         tensors, scored = view.tensors, list[ScoredRows]()
         if plan.scored:
-            scored = self.stages.score(logits, plan)
+            scored = self.sampler.score(logits, plan)
             logits, row_maxima = logits.index_select(0, tensors.draw_rows), None
         packed, drawn = None, tensors.draw_rows  # no token, if there are no draws
         if not committed:
             if plan.sequences.total_draws:
-                drawn, packed = self.stages.draw(logits, row_maxima, view, plan, self.buffers.drafts)
+                drawn, packed = self.sampler.draw(logits, row_maxima, view, plan, self.buffers.drafts)
             self.buffers.commit(view, drawn)
         if plan.sampling.any_rules:
-            self.stages.record(drawn, view)
+            self.sampler.record(drawn, view)
         if self.proposer is not None:
             self._propose(self.proposer, plan, batch, bucket)
             if self.limits.max_drafts:

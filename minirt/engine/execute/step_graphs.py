@@ -127,5 +127,5 @@ class StepGraphs:
         if batch.row_maxima is not None:
             maxima = batch.row_maxima.values
         else:
-            maxima = self._runner.stages.row_maxima(buffers.logits[: len(view.tensors.draw_rows)], buffers.greedy)
+            maxima = self._runner.sampler.row_maxima(buffers.logits[: len(view.tensors.draw_rows)], buffers.greedy)
         buffers.commit_greedy(view, maxima)

@@ -94,7 +94,7 @@ def launch_all(runner: Runner, model: Model) -> None:
         runner.graphs.dry_run(bucket)
     for settings in SamplingBatch.variants(runner.device):
         sample_once(runner, settings)
-    runner.stages.compile()
+    runner.sampler.compile()
     if runner.cache.num_snapshots:
         runner.cache.copy(Copies(((0, 0),), ((0, 0),)))
 

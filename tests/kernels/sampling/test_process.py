@@ -12,7 +12,7 @@ import torch
 from support.raising import raises
 
 from minirt.engine.execute.logits_processors import LogitsProcessors
-from minirt.engine.execute.sampling_stages import unpack
+from minirt.engine.execute.sampler import unpack
 from minirt.errors import InputError
 from minirt.kernels.sampling import logprobs as logprob_kernels
 from minirt.kernels.sampling import process as kernels

@@ -1,4 +1,4 @@
-"""`SamplingStages`: from a step's logits to its tokens and log-probabilities. docs/design/sampling.md has the order.
+"""`Sampler`: from a step's logits to its tokens and log-probabilities. docs/design/sampling.md has the order.
 
 Nothing here waits. All buffers whose size does not depend on the step are allocated with the engine. What else a step needs is
 allocated before its tokens reach the table of slots: if memory runs out, nothing has changed, and the step can be tried again.
@@ -65,7 +65,7 @@ class ScoredRows(NamedTuple):
         return rows
 
 
-class SamplingStages:
+class Sampler:
     """What the rows of a step go through, and the device memory for it.
 
     Args:
