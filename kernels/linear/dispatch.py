@@ -23,7 +23,17 @@ from minirt.errors import InputError
 from minirt.kernels.checks import check_activations, check_arguments, check_tensor
 from minirt.kernels.compile.tuning import Family
 from minirt.kernels.launch import Workspace, capability
-from minirt.kernels.linear import gemm, gemm_sm90, gemm_small, gemv, gemv_int4, gemv_int4_sm90, int4, int4_sm90, int4_small_sm90
+from minirt.kernels.linear import (
+    gemm,
+    gemm_int4,
+    gemm_int4_sm90,
+    gemm_int4_small_sm90,
+    gemm_sm90,
+    gemm_small,
+    gemv,
+    gemv_int4,
+    gemv_int4_sm90,
+)
 from minirt.kernels.linear.product import Epilogue, Norm, Product, RowMaxima
 from minirt.kernels.norm import rms_norm, rms_norm_quantize
 from minirt.kernels.quantize import quantize
@@ -66,21 +76,21 @@ REGIMES = (
         limits=SPECIAL[90].linear["gemv_int4_sm90"], sums=SumOrder("warps"),
     ),
     _of(
-        int4_small_sm90.gemm_int4_small_sm90, int4_small_sm90.FAMILY, 1, int4_small_sm90.MAX_TOKENS, capability=90,
+        gemm_int4_small_sm90.gemm_int4_small_sm90, gemm_int4_small_sm90.FAMILY, 1, gemm_int4_small_sm90.MAX_TOKENS, capability=90,
         limits=SPECIAL[90].linear["gemm_int4_small_sm90"], sums=SumOrder("warps"),
     ),
     _of(
-        int4_sm90.gemm_int4_sm90, int4_sm90.FAMILY, int4_small_sm90.MAX_TOKENS + 1, capability=90, accepts=int4_sm90.accepts,
-        variant=int4_sm90.token_regime, padded=int4_sm90.padded_tokens, limits=SPECIAL[90].linear["gemm_int4_sm90"],
-        sums=SumOrder("steps", splits=True, by_tokens=True),
+        gemm_int4_sm90.gemm_int4_sm90, gemm_int4_sm90.FAMILY, gemm_int4_small_sm90.MAX_TOKENS + 1, capability=90,
+        accepts=gemm_int4_sm90.accepts, variant=gemm_int4_sm90.token_regime, padded=gemm_int4_sm90.padded_tokens,
+        limits=SPECIAL[90].linear["gemm_int4_sm90"], sums=SumOrder("steps", splits=True, by_tokens=True),
     ),
     _of(gemv_int4.gemv_int4, gemv_int4.FAMILY, 1, 1, limits=Limits(_INT4, norm=True), sums=SumOrder("threads")),
     _of(
-        int4.gemm_int4, int4.FAMILY, 2, int4.MAX_TOKENS, variant=int4.token_block, padded=int4.token_block,
-        limits=Limits(_INT4), sums=SumOrder("steps", splits=True, by_tokens=True),
+        gemm_int4.gemm_int4, gemm_int4.FAMILY, 2, gemm_int4.MAX_TOKENS, variant=gemm_int4.token_block,
+        padded=gemm_int4.token_block, limits=Limits(_INT4), sums=SumOrder("steps", splits=True, by_tokens=True),
     ),
     LinearRegime(  # its order is that of the kernel that multiplies the unpacked weight
-        "gemm_unpacked", "tokens", int4.MAX_TOKENS + 1, launch=lambda product: int4.gemm_unpacked(product, launch),
+        "gemm_unpacked", "tokens", gemm_int4.MAX_TOKENS + 1, launch=lambda product: gemm_int4.gemm_unpacked(product, launch),
         limits=Limits(_INT4), sums=SumOrder("steps", splits=True, by_tokens=True),
     ),
     _of(gemv.gemv, gemv.FAMILY, 1, 1, limits=Limits(("fp16", "fp32", *_FP8), norm=True), sums=SumOrder("threads")),
@@ -208,7 +218,7 @@ def row_maxima_tiles(rows: int, weight: Tensor, dtype: torch.dtype, scale: Tenso
         dtype: dtype of the activations.
         scale: that of an fp8 weight.
     """
-    if rows == 0 or int4.is_int4(weight):
+    if rows == 0 or gemm_int4.is_int4(weight):
         return 0
     # The regimes look only at shapes, dtypes and addresses, so tensors on the meta device will do.
     x = torch.empty(rows, weight.shape[1], dtype=weight.dtype if rows > 1 else dtype, device="meta")
@@ -235,7 +245,7 @@ def _output(x: Tensor, weight: Tensor, dtype: torch.dtype, rows: int = 1) -> Ten
 def _prepared(product: Product) -> Product:
     """The product with x normalized and quantized, each if asked for, by kernels that run before it."""
     x, norm, ep, pdl = product.x, product.norm, product.epilogue, product.pdl
-    if ep.scale is None or int4.is_int4(product.weight):
+    if ep.scale is None or gemm_int4.is_int4(product.weight):
         if norm is None:
             return product
         return product.with_x(rms_norm(x, norm.weight, norm.eps, early=_early(x), pdl=pdl, check=False))

@@ -1,9 +1,9 @@
 """Linear layers of one token with 4-bit weights (see `int4_words`) for Hopper: words reach tensor cores through shared memory.
 
-As in `int4_small_sm90`, a program computes 16 rows, its warps divide K, words are the left operand of `mma.sync`, and a group's
-sum is multiplied by its scale in fp32. There, ptxas moves loads to where the words are used, so few bytes are in flight. Here,
-copies (`cp.async`) fetch words and scales into a ring of shared memory, several chunks of 128 columns ahead. Copies use no
-registers, stay where they are written, and complete in order.
+As in `gemm_int4_small_sm90`, a program computes 16 rows, its warps divide K, words are the left operand of `mma.sync`, and a
+group's sum is multiplied by its scale in fp32. There, ptxas moves loads to where the words are used, so few bytes are in
+flight. Here, copies (`cp.async`) fetch words and scales into a ring of shared memory, several chunks of 128 columns ahead.
+Copies use no registers, stay where they are written, and complete in order.
 
 Each warp has a separate ring and waits for nothing but its copies, so the loop has no barrier of the program. Gluon would put one
 before each read of shared memory that copies write. So the ring is declared, written and read by inline assembly.
@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from minirt.kernels.compile.tuning import Family, cached_lookup
 from minirt.kernels.launch import Gpu, cdiv, launch_options, next_power_of_2
 from minirt.kernels.linear.epilogue import finish
-from minirt.kernels.linear.int4_small_sm90 import first_chunk, multiply, times
+from minirt.kernels.linear.gemm_int4_small_sm90 import first_chunk, multiply, times
 from minirt.kernels.linear.int4_words import scale_words
 from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.prepared import compile_time, prepared

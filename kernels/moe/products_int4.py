@@ -1,4 +1,4 @@
-"""The products of a mixture of experts with 4-bit weights: as in `products`, with the tiles of `linear.int4`.
+"""The products of a mixture of experts with 4-bit weights: as in `products`, with the tiles of `linear.gemm_int4`.
 
 The rows of an expert's weight are the tensor cores' left operand, its tokens the right one. Each group's sum is multiplied by its
 scale in fp32, so no weight is rounded, and a token's result does not depend on the other tokens.
@@ -14,7 +14,7 @@ from minirt.device import interpreting
 from minirt.kernels.compile.tuning import Family
 from minirt.kernels.launch import Gpu, cdiv, shared_limit
 from minirt.kernels.linear.epilogue import finish, load_rows
-from minirt.kernels.linear.int4 import CHUNK, DTYPES, Int4Config, load_chunk, multiply_chunk
+from minirt.kernels.linear.gemm_int4 import CHUNK, DTYPES, Int4Config, load_chunk, multiply_chunk
 from minirt.kernels.linear.int4_words import group_words, scale_words
 from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.moe import products
@@ -33,7 +33,7 @@ def block_t(T: int) -> int:
 
 
 def rule(facts: ProductFacts, gpu: Gpu) -> Int4Config:
-    """The tiles of `linear.int4` for as many tokens. They were not tuned for experts."""
+    """The tiles of `linear.gemm_int4` for as many tokens. They were not tuned for experts."""
     tokens = block_t(facts.T)
     if facts.itemsize == 4:
         return Int4Config(32, tokens, 4, 1)
@@ -47,7 +47,7 @@ FAMILY = Family("experts_int4", Int4Config, (__file__,), ("T", "itemsize", "gate
 
 @compile_time
 class _Constants(NamedTuple):
-    """What a launch compiles in. GROUP and ASM: as in `linear.int4`."""
+    """What a launch compiles in. GROUP and ASM: as in `linear.gemm_int4`."""
 
     K: int
     TOP_K: int

@@ -9,10 +9,10 @@ from support.linear import product
 from minirt.errors import InputError
 from minirt.kernels import reference
 from minirt.kernels.launch import Gpu, Workspace, capability
-from minirt.kernels.linear import dispatch, int4
+from minirt.kernels.linear import dispatch, gemm_int4
+from minirt.kernels.linear.gemm_int4 import Int4Config
 from minirt.kernels.linear.gemv import GemvConfig
 from minirt.kernels.linear.gemv_int4 import gemv_int4
-from minirt.kernels.linear.int4 import Int4Config
 from minirt.kernels.linear.product import Norm, ProductFacts
 
 EPS = 1e-6
@@ -55,13 +55,13 @@ def check(T, N, K, group, activation, config, dtype, make, nan, agrees, device):
     residual, workspace, out = make(T, N, dtype=dtype), Workspace(device), nan(T, N, dtype=dtype)
     made = product(x, words, out, bias, residual, activation, scale, workspace=workspace)
     right = expected(x, words, scale, exact, bias, residual, activation)
-    int4.gemm_int4(made, config)
+    gemm_int4.gemm_int4(made, config)
     agrees(out, *right)
     assert not workspace.counters(1).any()
     again = nan(T, N, dtype=dtype)
-    int4.gemm_int4(made._replace(out=again), config)
+    gemm_int4.gemm_int4(made._replace(out=again), config)
     assert torch.equal(again, out)
-    int4.gemm_int4(made._replace(out=residual), config)  # in place
+    gemm_int4.gemm_int4(made._replace(out=residual), config)  # in place
     assert torch.equal(residual, out)
 
 
@@ -78,9 +78,9 @@ def test_packing_and_what_it_stands_for(device):
         value = (code - int(word & 15)) * (word & -16).view(torch.float32).double().item()
         assert value == exact[n, k].item()
     assert torch.equal(reference.dequantize_int4(words, scale, K, torch.float64), exact)
-    assert torch.equal(int4.unpack_weight(words, scale, K, torch.float32), exact.float())
+    assert torch.equal(gemm_int4.unpack_weight(words, scale, K, torch.float32), exact.float())
     for dtype in (torch.float16, torch.float32):
-        assert torch.equal(int4.unpack_weight(words, scale, K, dtype), reference.dequantize_int4(words, scale, K, dtype))
+        assert torch.equal(gemm_int4.unpack_weight(words, scale, K, dtype), reference.dequantize_int4(words, scale, K, dtype))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -205,9 +205,9 @@ def test_configurations_fit_the_workspace(sms):
     workspace = Workspace("meta")
     for hidden, heads, inter in ((896, 1152, 4864), (3584, 4608, 18944), (4096, 6144, 14336), (8192, 10240, 29568)):
         for N, K in ((heads, hidden), (hidden, hidden), (hidden, inter), (150_000, hidden)):
-            for T in (1, 17, 64, int4.MAX_TOKENS):
+            for T in (1, 17, 64, gemm_int4.MAX_TOKENS):
                 for cc in (80, 89, 90):
-                    c = int4.rule(ProductFacts(T, N, K, 2), Gpu(cc, sms))
+                    c = gemm_int4.rule(ProductFacts(T, N, K, 2), Gpu(cc, sms))
                     assert c.split <= -(-K // 128)
                     tiles = -(-N // c.block_n) * -(-T // c.block_t)
                     if c.split > 1:
@@ -252,6 +252,6 @@ def test_every_code_on_a_gpu(itemsize, zero, half_dtype, make, nan, device):
     x = (2.0 ** torch.arange(128, device=device).remainder(7)).to(half_dtype)[None]
     for config in (Int4Config(64, 16), Int4Config(32, 16, 2), Int4Config(64, 16, exact=False)):
         out = nan(1, 128, dtype=torch.float32)
-        int4.gemm_int4(product(x, words, out, scale=scales), config)
+        gemm_int4.gemm_int4(product(x, words, out, scale=scales), config)
         right = (torch.arange(16, device=device).repeat(8) - zero) * scale[:, 0] * x[0].float()
         assert torch.equal(out[0], right)

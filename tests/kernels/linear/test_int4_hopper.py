@@ -10,10 +10,10 @@ from support.linear import product
 
 from minirt.kernels import reference
 from minirt.kernels.launch import Gpu, Workspace
+from minirt.kernels.linear.gemm_int4_sm90 import Int4Sm90Config, gemm_int4_sm90
+from minirt.kernels.linear.gemm_int4_small_sm90 import Int4SmallSm90Config, gemm_int4_small_sm90
 from minirt.kernels.linear.gemv_int4_sm90 import GemvInt4Sm90Config, fitting, gemv_int4_sm90, shared_bytes
 from minirt.kernels.linear.gemv_int4_sm90 import rule as gemv_rule
-from minirt.kernels.linear.int4_sm90 import Int4Sm90Config, gemm_int4_sm90
-from minirt.kernels.linear.int4_small_sm90 import Int4SmallSm90Config, gemm_int4_small_sm90
 from minirt.kernels.linear.product import ProductFacts
 
 from .test_int4 import EPS, expected, four_bits
