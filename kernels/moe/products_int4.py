@@ -4,6 +4,7 @@ The rows of an expert's weight are the tensor cores' left operand, its tokens th
 scale in fp32, so no weight is rounded, and a token's result does not depend on the other tokens.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import triton
@@ -14,7 +15,7 @@ from minirt.device import interpreting
 from minirt.kernels.compile.tuning import Family
 from minirt.kernels.launch import Gpu, cdiv, shared_limit
 from minirt.kernels.linear.epilogue import finish, load_rows
-from minirt.kernels.linear.gemm_int4 import CHUNK, DTYPES, Int4Config, load_chunk, multiply_chunk
+from minirt.kernels.linear.gemm_int4 import CHUNK, DTYPES, load_chunk, multiply_chunk
 from minirt.kernels.linear.int4_words import group_words, scale_words
 from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.moe import products
@@ -27,22 +28,32 @@ CASES = [  # group: columns of a scale
 ]  # fmt: skip
 
 
+@dataclass(frozen=True)
+class ExpertsInt4Config:
+    """A launch configuration: rows of the weight and tokens of a tile, warps and pipeline stages."""
+
+    block_n: int
+    block_t: int
+    num_warps: int
+    num_stages: int
+
+
 def block_t(T: int) -> int:
     """Rows of a tile for a step of T tokens. More than 64 would leave no registers for the sums of a group."""
     return min(products.block_t(T), 64)
 
 
-def rule(facts: ProductFacts, gpu: Gpu) -> Int4Config:
+def rule(facts: ProductFacts, gpu: Gpu) -> ExpertsInt4Config:
     """The tiles of `linear.gemm_int4` for as many tokens. They were not tuned for experts."""
     tokens = block_t(facts.T)
     if facts.itemsize == 4:
-        return Int4Config(32, tokens, 4, 1)
+        return ExpertsInt4Config(32, tokens, 4, 1)
     block_n, warps = (64, 8 if tokens == 64 else 4) if facts.gated else (128, 8 if tokens > 16 else 4)
     step = (block_n * 64 + 8 * block_n) * (2 if facts.gated else 1) + tokens * 2 * CHUNK  # bytes: words, scales, tokens
-    return Int4Config(block_n, tokens, warps, max(1, min(3, (shared_limit(gpu.capability) - 4096) // step)))
+    return ExpertsInt4Config(block_n, tokens, warps, max(1, min(3, (shared_limit(gpu.capability) - 4096) // step)))
 
 
-FAMILY = Family("experts_int4", Int4Config, (__file__,), ("T", "itemsize", "gated"), rule, tokens=token_regime)
+FAMILY = Family("experts_int4", ExpertsInt4Config, (__file__,), ("T", "itemsize", "gated"), rule, tokens=token_regime)
 
 
 @compile_time
@@ -104,7 +115,7 @@ def _experts_int4_kernel(x_ptr, weight_ptr, ep, out_ptr, routing, most, scale_ex
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & valid[None, :])
 
 
-def launch(product: Product, routing: Routing, config: Int4Config | None = None) -> Tensor:
+def launch(product: Product, routing: Routing, config: ExpertsInt4Config | None = None) -> Tensor:
     """As `products.launch`, of words [E, rows, ⌈K / 128⌉ · 32] and scale words [E, groups, rows], see `int4_words`."""
     x, ep, (T, top_k), (_, N, K) = product.x, product.epilogue, routing.weights.shape, product.shape
     scale, group = scale_words(product)

@@ -184,7 +184,7 @@ BAD: list[tuple[str, Any]] = [
             "rms_norm_eps": (0, -1e-6, 1, math.nan, math.inf, "1e-6", None, True), "tie_word_embeddings": (1, None, "false"),
             "attention_bias": ("no",), "mlp_bias": (0,), "hidden_act": (None, 3), "dtype": (16,), "torch_dtype": (["float32"],),
             "layer_types": ("full_attention", ["full_attention", 1]), "architectures": ("LlamaForCausalLM", [None]),
-            "is_causal": ("no",), "num_experts": ("8",), "partial_rotary_factor": ("1",), "rope_scaling": ("linear", [1]),
+            "partial_rotary_factor": ("1",), "rope_scaling": ("linear", [1]),
             "rope_theta": (0, -10000.0, None, math.inf, "10000", HUGE), "rope_parameters": (True,),
         }.items()
         for value in values

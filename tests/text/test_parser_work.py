@@ -11,7 +11,7 @@ import pytest
 from text.test_response_template import GEMMA, LINES, LIST, QWEN3, QWEN35, START, TAGS
 
 from minirt.errors import InputError
-from minirt.text import json_checker, stream_search, tool_calls
+from minirt.text import json_checker, stream_search, tool_calls, tools
 from minirt.text.json_checker import completed, escaped
 from minirt.text.reasoning import ReasoningParser
 from minirt.text.reply import ReplyParser
@@ -214,8 +214,8 @@ def test_a_match_in_growing_text_is_bounded():
 def test_each_schema_is_looked_at_once(monkeypatch):
     """References that each lead to two others would be 2^40 paths."""
     looked = []
-    find = type(TOOLS[0]._types)._find
-    monkeypatch.setattr(type(TOOLS[0]._types), "_find", lambda self, *args: looked.append(1) or find(self, *args))
+    find = tools._Types._find
+    monkeypatch.setattr(tools._Types, "_find", lambda self, *args: looked.append(1) or find(self, *args))
     schema = {"$ref": "#/$defs/0", "$defs": {str(i): {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}] * 2} for i in range(40)}}
     schema["$defs"]["40"] = {"type": "array"}
     assert types(schema) == ("array",)
