@@ -49,14 +49,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Without a GPU, those that need one are skipped, and of a test that runs kernels in the interpreter, which takes long, all
-    but one case of kernels and two of layers are exhaustive: those whose names have the lowest checksums, so the choice stays."""
+    but few cases are exhaustive: those whose names have the lowest checksums, so the choice stays."""
     counts = Counter[Any]()
     for item in sorted(items, key=lambda item: zlib.crc32(item.name.encode())) if INTERPRETED else ():
         folder, name = item.path.relative_to(ROOT / "tests").parts[0], f"{item.path.name}::{item.name}"
-        if (folder == "kernels" and "make" in item.fixturenames) or (folder == "layers" and "triton" in name):
-            counts[item.function] += 1
-            if counts[item.function] > (1 if folder == "kernels" else 2):
-                item.add_marker(pytest.mark.exhaustive)
+        kept = 1 if "make" in item.fixturenames else 3 if "device" in item.fixturenames else None
+        if folder != "kernels":
+            kept = 2 if folder == "layers" and "triton" in name else None
+        counts[item.function] += 1
+        if kept is not None and counts[item.function] > kept:
+            item.add_marker(pytest.mark.exhaustive)
     if not torch.cuda.is_available():
         for item in items:
             emulated = "MINIRT_EMULATE" in os.environ and "on_hopper" in getattr(item, "fixturenames", ())
