@@ -291,8 +291,8 @@ def _match(model: Model, entries: Entries, options: LoadOptions) -> list[str]:
     """Compare the headers with the model, and warn of tensors that it does not use. A composed model may use a part of them.
 
     Returns:
-        Notes for the plan, of what needs no warning: a draft model that is left out changes no result, and AutoGPTQ writes biases
-        of zeros, which Qwen's releases have.
+        Notes for the plan, of what needs no warning: a draft model that is left out, which changes no result, and the biases of
+        zeros that AutoGPTQ writes (Qwen's releases have them).
     """
     matched, notes = checkpoint.match(model, entries, options.layers is not None), list[str]()
     if options.layers is None:
