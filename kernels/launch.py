@@ -103,12 +103,12 @@ class Workspace:
     def __init__(self, device: torch.device | str, num_floats: int = 1 << 22, num_counters: int = 1 << 14) -> None:
         self._sums = torch.empty(num_floats, dtype=torch.float32, device=device)
         self._counters = torch.zeros(num_counters, dtype=torch.int32, device=device)
-        self._stats: tuple[int, Tensor] | None = None  # what `sums_and_stats` returned last
+        self._stats = dict[int, Tensor]()  # views of `_sums`, by offset: to make one takes long, and layers need the same
 
     def reserve(self, num_floats: int) -> None:
         """Make room for `num_floats` values. Call it before CUDA graphs are captured: they keep the buffer's address."""
         if self._sums.numel() < num_floats:
-            self._sums, self._stats = self._sums.new_empty(num_floats), None
+            self._sums, self._stats = self._sums.new_empty(num_floats), {}
 
     def sums(self, need: int) -> Tensor:
         """The fp32 buffer; InputError if it holds less than `need` values."""
@@ -117,9 +117,9 @@ class Workspace:
     def sums_and_stats(self, num_sums: int, num_stats: int) -> tuple[Tensor, Tensor]:
         """`sums`, and its view for `num_stats` values after the first `num_sums`."""
         sums = self.sums(num_sums + num_stats)
-        if self._stats is None or self._stats[0] != num_sums:
-            self._stats = num_sums, sums[num_sums:]  # kept: a view takes long, and the layers of a step need the same
-        return sums, self._stats[1]
+        if num_sums not in self._stats:
+            self._stats[num_sums] = sums[num_sums:]
+        return sums, self._stats[num_sums]
 
     def counters(self, need: int) -> Tensor:
         """The int32 counters, all zero between kernels; InputError if there are fewer than `need`."""

@@ -6,6 +6,7 @@ import torch
 from minirt import Generator, SamplingParams
 from minirt.engine.execute.cuda_graphs import GraphGuard
 from minirt.errors import EngineError
+from minirt.kernels.launch import Workspace
 
 PARAMS = SamplingParams(max_tokens=4, temperature=0.0)
 
@@ -26,6 +27,18 @@ def test_steps_replace_none(runner):
     watched = guard(runner)
     step()
     watched.check()
+
+
+def test_a_workspace_keeps_its_views_until_it_grows():
+    workspace = Workspace("cpu", num_floats=64)
+    _, stats = workspace.sums_and_stats(16, 8)
+    watched = GraphGuard(lambda: {"workspace": workspace})
+    _, others = workspace.sums_and_stats(32, 8)  # as a step of another size does
+    assert others.data_ptr() == stats.data_ptr() + 16 * 4
+    watched.check()
+    workspace.reserve(65)
+    with pytest.raises(EngineError, match="workspace"):
+        watched.check()
 
 
 def weight(runner):
