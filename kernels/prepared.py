@@ -22,7 +22,7 @@ import copy
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextvars import ContextVar
-from types import CellType, FunctionType, SimpleNamespace
+from types import CellType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -103,6 +103,14 @@ class PreparedKernel(JITFunction):
 
     _entry: Callable[..., None]  # made at the first launch
 
+    @property
+    def cache_key(self) -> str:
+        """Triton's digest of the kernel's source and of all functions that it calls. Theirs are made first: in Triton 3.6, the
+        digest else depends on which other kernels had one before, so that no process found what another had compiled."""
+        if self.hash is None:
+            _make_cache_keys(self, set())
+        return super().cache_key
+
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         try:
             entry = self._entry
@@ -124,6 +132,17 @@ class PreparedKernel(JITFunction):
             _state["usable"] = False
             why = f"Triton {triton.__version__} is not as expected ({type(error).__name__}: {error})"
             warn(f"kernels are launched by Triton, which takes longer: {why}", RuntimeWarning)
+
+
+def _make_cache_keys(function: JITFunction, known: set[int]) -> None:
+    """Make the digests of all functions that `function` calls, the innermost first. `known`: ids of those that have one."""
+    names, scope = function.fn.__code__.co_names, function.fn.__globals__
+    modules = [vars(value) for name in names if isinstance(value := scope.get(name), ModuleType)]
+    for callee in (space.get(name) for space in (scope, *modules) for name in names):
+        if isinstance(callee, JITFunction) and id(callee) not in known:
+            known.add(id(callee))
+            _make_cache_keys(callee, known)
+            callee.cache_key  # noqa: B018  (reading the attribute makes it)
 
 
 _CONSTANTS: set[type] = set()

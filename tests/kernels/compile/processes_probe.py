@@ -14,11 +14,13 @@ import triton
 import triton.language as tl
 from ahead_of_time_probe import GPU, Counting, current, launched, loaded
 from triton.compiler.compiler import ASTSource
-from triton.runtime import cache, driver
+from triton.runtime import JITFunction, cache, driver
 
 from minirt.kernels.compile import ahead_of_time
 from minirt.kernels.compile.processes import CompileProcesses
 from minirt.kernels.norm import rms_norm
+from minirt.kernels.prepared import PreparedKernel
+from minirt.kernels.sampling import sample
 
 made: list[str] = []  # kernels whose compilation began in this process
 servers: list[int] = []
@@ -59,7 +61,22 @@ def norm(width: int):
     return lambda: rms_norm(torch.empty(3, width), torch.empty(width), 1e-6)
 
 
+def depending_on_order() -> list[str]:
+    """The sampler's kernels whose digest depends on which other kernels had one before."""
+    functions = {name: value for name, value in vars(sample).items() if isinstance(value, JITFunction)}
+    kernels = {name: value for name, value in functions.items() if isinstance(value, PreparedKernel)}
+
+    def digests(names) -> dict[str, str]:
+        for function in functions.values():
+            function.hash, function.used_global_vals = None, {}
+        return {name: kernels[name].cache_key for name in names}
+
+    first, second = digests(kernels), digests(reversed(kernels))
+    return [name for name in kernels if first[name] != second[name]]
+
+
 def main() -> None:
+    digests = depending_on_order()
     driver.set_active(Counting())
     torch.cuda.device = current
     make_ir = ASTSource.make_ir
@@ -89,7 +106,7 @@ def main() -> None:
     seen["no mode"] = ahead(norm(10))
     triton.AsyncCompileMode = lambda pool: None
     seen["another mode"] = ahead(norm(16400))
-    print(json.dumps(seen | {"servers": count, "launched": launched}))
+    print(json.dumps(seen | {"servers": count, "launched": launched, "digests": digests}))
 
 
 if __name__ == "__main__":

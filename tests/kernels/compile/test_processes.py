@@ -17,6 +17,11 @@ def test_what_a_process_has_compiled_is_only_loaded(seen):
     assert steps[-2:] == [[1, 2, True], [2, 2, True]], "a kernel that is compiled counts as one that is not cached"
 
 
+def test_a_digest_does_not_depend_on_the_order_of_kernels(seen):
+    """With Triton 3.6, it would: 50 of the 182 kernels that a start compiled were compiled again for it."""
+    assert seen["digests"] == []
+
+
 def test_kernels_of_a_script_are_compiled_where_they_are(seen):
     script = {name: value for name, value in seen["own"].items() if name != "steps"}
     assert script == {"made": ["script_kernel"], "loaded": ["_rms_norm_kernel", "script_kernel"], "said": []}
