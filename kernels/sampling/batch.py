@@ -2,7 +2,6 @@
 
 from collections import namedtuple
 from collections.abc import Collection, Sequence
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -44,10 +43,20 @@ class SamplingBatch(_Settings):
 
     @classmethod
     def variants(cls, device: torch.device) -> list["SamplingBatch"]:
-        """One draw of each kind for which the kernels are compiled: greedy, and with each set of filters."""
+        """One draw of each kind for which the kernels are compiled: greedy, without filters, and with all of them."""
         every = cls(*(torch.ones(1, dtype=dtype, device=device) for dtype in DTYPES))
-        chosen = [names for count in range(len(FILTERS) + 1) for names in combinations(FILTERS, count)]
-        return [every.needed((), all_greedy=True), *map(every.needed, chosen)]
+        return [every.needed((), all_greedy=True), every.needed(()), every]
+
+    @classmethod
+    def unfiltered(cls, rows: int, device: torch.device | str) -> "SamplingBatch":
+        """The filters of draws that use none, in columns of `rows`; the other columns are None."""
+        columns = zip(_OFF.values(), DTYPES[1:-2], strict=True)
+        return cls(None, *(torch.full((rows,), off, dtype=dtype, device=device) for off, dtype in columns), None, None)
+
+    def with_all_filters(self, unfiltered: "SamplingBatch") -> "SamplingBatch":
+        """The settings with a column for each filter. `unfiltered`: of at least as many rows, in place of what no draw uses."""
+        kept = [other if column is None else column for column, other in zip(self[1:-2], unfiltered[1:-2], strict=True)]
+        return SamplingBatch(self.temperature, *kept, self.seed, self.step)
 
     @property
     def filtered(self) -> bool:

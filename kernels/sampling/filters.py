@@ -75,6 +75,7 @@ class SamplingWorkspace:
         )  # fmt: skip
         self.buffers = Buffers(*(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes))
         self.buffers.arrivals.zero_()
+        self.unfiltered = SamplingBatch.unfiltered(rows, device)
 
 
 @triton.jit
@@ -108,17 +109,14 @@ def row_block(logits_ptr, b, block, V, BLOCK: tl.constexpr):
 @triton.jit
 def has_top_k(rows, b, V):
     """Whether row b asks for top-k."""
-    if rows.top_k is None:
-        return b < 0
-    else:
-        k = tl.load(rows.top_k + b)
-        return (k > 0) & (k < V)
+    k = tl.load(rows.top_k + b)
+    return (k > 0) & (k < V)
 
 
 @triton.jit
 def has_top_p(rows, b):
     """Whether row b asks for top-p."""
-    return b < 0 if rows.top_p is None else tl.load(rows.top_p + b) < 1
+    return tl.load(rows.top_p + b) < 1
 
 
 @triton.jit

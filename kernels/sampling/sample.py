@@ -98,9 +98,7 @@ def _kept(x, rows, w, b, V):
         x = after_top_k(x, w, b)
     if has_top_p(rows, b):
         x = tl.where(-weights.to(tl.int32, bitcast=True) <= tl.load(w.limits + 2 * b + 1), x, float("-inf"))
-    if rows.min_p is not None:
-        x = tl.where(weights < tl.load(rows.min_p + b), float("-inf"), x)
-    return x
+    return tl.where(weights < tl.load(rows.min_p + b), float("-inf"), x)
 
 
 @triton.jit
@@ -226,9 +224,7 @@ def _check_kernel(logits_ptr, rows, w, V, BLOCK: tl.constexpr):
     by_count, by_mass, temperature = has_top_k(rows, b, V), has_top_p(rows, b), tl.load(rows.temperature + b)
     if not (winner_logit < top):  # every filter keeps the largest logit; rows without a distribution have no other
         return
-    dropped, lightest = b < 0, 0.0
-    if rows.min_p is not None:
-        dropped |= least < tl.load(rows.min_p + b)
+    dropped, lightest = least < tl.load(rows.min_p + b), 0.0
     if (by_count | by_mass) & ~dropped:
         _, _, x = row_block(logits_ptr, b, tl.program_id(0), V, BLOCK)
         # The mass of the heavier tokens, and their number or, with top-p alone, the mass of all tokens.
@@ -246,12 +242,9 @@ def _check_kernel(logits_ptr, rows, w, V, BLOCK: tl.constexpr):
             tl.atomic_add(checks + 1, other, sem="relaxed")
         if arrive_last(w.arrivals + b, tl.num_programs(0)):
             before, other = tl.load(checks, cache_modifier=".cg"), tl.load(checks + 1, cache_modifier=".cg")
-            if rows.top_k is not None:
-                dropped = by_count & (other >= tl.load(rows.top_k + b))
-            if rows.top_p is not None:
-                least_kept = tl.where(by_count, before + (least * MASS_SCALE).to(tl.int64), other)
-                dropped |= by_mass & (before >= target_mass(rows, b, least_kept))
-                lightest = tl.where(by_mass & ~by_count, least, 0.0)
+            least_kept = tl.where(by_count, before + (least * MASS_SCALE).to(tl.int64), other)
+            dropped = by_count & (other >= tl.load(rows.top_k + b)) | by_mass & (before >= target_mass(rows, b, least_kept))
+            lightest = tl.where(by_mass & ~by_count, least, 0.0)
     else:
         dropped &= tl.program_id(0) == 0
     if dropped:
@@ -329,6 +322,7 @@ def sample(
     _race_kernel[(splits, B)](logits, rows.needed(()), w, out, V, FILTERED=False, **sizes)
     if rows.filtered:
         by_count, by_mass = rows.top_k is not None, rows.top_p is not None
+        rows = rows.with_all_filters(workspace.unfiltered)  # one form of the kernels for all filters
         _check_kernel[(splits if by_count or by_mass else 1, B)](logits, rows, w, V, BLOCK=BLOCK_V)
         if by_count:
             select(logits, rows, w, by_mass=False)
