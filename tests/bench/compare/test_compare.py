@@ -354,6 +354,7 @@ def test_the_bounds():
     assert bounds.floor(torch.float32, quantized_activations=True) == (2**-7, 2**-4)
     assert bounds.fault(exact, exact, floor) is None
     assert "worst row 1.00e+00, PyTorch's 0.00e+00, limit 3.91e-03" in bounds.fault(error, exact, floor)
+    assert bounds.limits(bounds.Errors(0.25, 0.5, 0.0, 1.0), bounds.Floor(2**-7, 2**-4)) == (0.5 + 2**-7, 1.0 + 2**-4)
     edge = bounds.Errors(0.5, 0.5, 0.0, 1.0)
     assert bounds.fault(bounds.Errors(1.0 + 2**-8, 1.0, 9.0, 0.0), edge, floor) is None, "twice, and a rounding"
     assert bounds.fault(bounds.Errors(1.0 + 2**-7, 1.0, 9.0, 0.0), edge, floor).startswith("relative error 1.01e+00")
