@@ -1,13 +1,14 @@
 """What every kernel launch needs: facts about the device, launch options, and the workspace of partial results."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from minirt.device import compute_capability
+from minirt.device import AbsentGPU, compute_capability, is_gpu, on_meta
 from minirt.errors import InputError, UnsupportedError
 
 _SHARED_LIMITS = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
@@ -18,7 +19,7 @@ _INTERPRETER_SMS = 6  # few, so that each program of a persistent kernel has sev
 @functools.lru_cache
 def capability(device: torch.device) -> int:
     """Compute capability as one number, such as 90 for Hopper; 0 for an AMD GPU; `_INTERPRETER` on a CPU."""
-    if device.type != "cuda":
+    if not is_gpu(device):
         return _INTERPRETER
     major, minor = compute_capability(device)
     return 10 * major + minor
@@ -27,9 +28,25 @@ def capability(device: torch.device) -> int:
 @functools.lru_cache
 def sm_count(device: torch.device) -> int:
     """Streaming multiprocessors of `device`."""
-    if device.type != "cuda":
+    if not is_gpu(device):
         return _INTERPRETER_SMS
+    if (absent := on_meta.get()) is not None and device.type == "meta":
+        return absent.sms
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@contextmanager
+def standing_for(gpu: AbsentGPU) -> Iterator[torch.device]:
+    """Context in which PyTorch's meta device, which it yields, stands for `gpu`: kernels are configured for that."""
+    token, known = on_meta.set(gpu), (capability, sm_count, require_fp8)
+    try:
+        for function in known:
+            function.cache_clear()
+        yield torch.device("meta")
+    finally:
+        on_meta.reset(token)
+        for function in known:
+            function.cache_clear()
 
 
 class Gpu(NamedTuple):
@@ -47,7 +64,7 @@ def gpu_of(device: torch.device) -> Gpu:
 @functools.lru_cache
 def require_fp8(device: torch.device) -> None:
     """Raise UnsupportedError on a GPU without FP8 in Triton. (Triton's interpreter has FP8.)"""
-    if device.type == "cuda" and capability(device) < 89:
+    if is_gpu(device) and capability(device) < 89:
         raise UnsupportedError(
             "no fp8 weights on this GPU", expected="compute capability 8.9 or later",
             found=capability(device) / 10, hint="use bf16 weights",

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import ClassVar
@@ -31,6 +32,7 @@ class AbsentGPU:
         name: for the user.
         memory: all of it, in bytes.
         capability: its CUDA compute capability. `assumed`: it was not stated.
+        sms: its streaming multiprocessors; 0: not known.
     """
 
     type: ClassVar[str] = "cuda"
@@ -39,12 +41,14 @@ class AbsentGPU:
     memory: int
     capability: tuple[int, int]
     assumed: bool = False
+    sms: int = 0
 
     def __str__(self) -> str:
         return f"cuda ({self.name}, sm_{self.capability[0]}{self.capability[1]}{' assumed' if self.assumed else ''})"
 
 
 AnyDevice = torch.device | AbsentGPU
+on_meta: ContextVar[AbsentGPU | None] = ContextVar("on_meta", default=None)  # the GPU that PyTorch's meta device stands for
 
 
 def peak_memory(device: torch.device) -> int:
@@ -113,9 +117,14 @@ def pick_device(device: str) -> torch.device:
     return torch.device("cuda", index)
 
 
+def is_gpu(device: AnyDevice) -> bool:
+    """Whether `device` is a GPU, or stands for one."""
+    return device.type == "cuda" or (device.type == "meta" and on_meta.get() is not None)
+
+
 def is_nvidia(device: AnyDevice) -> bool:
-    """Whether `device` is an NVIDIA GPU. PyTorch for ROCm calls an AMD GPU "cuda" as well."""
-    return isinstance(device, AbsentGPU) or (device.type == "cuda" and torch.version.hip is None)
+    """Whether `device` is an NVIDIA GPU, or stands for one. PyTorch for ROCm calls an AMD GPU "cuda" as well."""
+    return isinstance(device, AbsentGPU) or (is_gpu(device) and (device.type == "meta" or torch.version.hip is None))
 
 
 def compute_capability(device: AnyDevice) -> tuple[int, int]:
@@ -125,6 +134,8 @@ def compute_capability(device: AnyDevice) -> tuple[int, int]:
     """
     if isinstance(device, AbsentGPU):
         return device.capability
+    if device.type == "meta" and (absent := on_meta.get()) is not None:
+        return absent.capability
     return torch.cuda.get_device_capability(device) if is_nvidia(device) else (0, 0)
 
 

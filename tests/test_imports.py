@@ -27,6 +27,7 @@ TIERS = [
     ["minirt.models.*", "minirt.models", "minirt.modeling.*"],
     ["minirt.engine.*"],
     ["minirt.loading.*"],
+    ["minirt.precompile", "minirt.precompile.*"],
     ["minirt.outputs"],
     ["minirt.processor"],
     ["minirt.call_driver"],

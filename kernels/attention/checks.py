@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minirt.device import is_gpu
 from minirt.errors import InputError, UnsupportedError
 from minirt.kernels.attention.limits import MAX_GROUP
 from minirt.kernels.attention.operands import AttentionInput, Rope
@@ -65,7 +66,7 @@ def check_write(
     sizes: dict[str, int], k_pages: Tensor, k_scales: Tensor | None = None, cos_sin: Tensor | None = None, **rest: Any
 ) -> None:
     """What declarations cannot say of FP8 pages on a GPU without FP8, and of rotated channels."""
-    if k_scales is not None and k_pages.device.type == "cuda" and capability(k_pages.device) < 89:
+    if k_scales is not None and is_gpu(k_pages.device) and capability(k_pages.device) < 89:
         raise UnsupportedError(
             "no fp8 KV pages on this GPU", expected="compute capability 8.9 or later", found=capability(k_pages.device) / 10,
             hint="use pages of the activations' dtype",

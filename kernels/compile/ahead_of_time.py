@@ -49,7 +49,7 @@ def compile_ahead(
         if asynchronous is None:
             yield
             return
-        with _launches("compile"), asynchronous:
+        with launches("compile"), asynchronous:
             try:
                 yield
                 if progress is not None:
@@ -73,12 +73,12 @@ def without_launches(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    with _launches("skip"):
+    with launches("skip"):
         yield
 
 
 @contextmanager
-def _launches(mode: str) -> Iterator[None]:
+def launches(mode: str) -> Iterator[None]:
     """Context of what this thread's launches do. They take Triton's own path, which is patched."""
     before, path = _mode.set(mode), by_triton.set(True)
     try:

@@ -47,7 +47,7 @@ def sample(
     if logits.ndim != 2 or logits.shape[0] != rows:
         what, expected, shape = "logits must have one row per request", f"logits of shape ({rows}, V)", f"{tuple(logits.shape)}"
         raise InputError(what, where="sample", expected=expected, found=shape)
-    if (impl != "auto" or logits.is_cuda) and _on_triton(impl, logits.device, "sample"):
+    if (impl != "auto" or not logits.is_cpu) and _on_triton(impl, logits.device, "sample"):
         from minirt.kernels.sampling import sample as kernels
 
         logits = logits.to(torch.float32).contiguous()

@@ -176,7 +176,7 @@ def process(
     words = cdiv(V, 32)
     if mask is not None:
         check_tensor("mask", mask, (B, words), torch.int32, logits.device)
-    if out.data_ptr() == logits.data_ptr() and B:
+    if out.data_ptr() == logits.data_ptr() != 0:
         raise InputError("must not be the logits, which later stages read", where="out")
     if not B:
         return out

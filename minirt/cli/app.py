@@ -17,6 +17,7 @@ import minirt
 from minirt.cli.bench import bench
 from minirt.cli.chat import chat
 from minirt.cli.compare import compare
+from minirt.cli.compile import compile as compile_kernels
 from minirt.cli.completion import attach
 from minirt.cli.env import env
 from minirt.cli.eval import evaluate
@@ -40,7 +41,7 @@ def cli() -> None:
     """Run decoder models layer by layer: generate text, chat, measure, or print how a model runs."""
 
 
-for command in (bench, chat, compare, env, evaluate, generate, models, plan, score, serve, tune):
+for command in (bench, chat, compare, compile_kernels, env, evaluate, generate, models, plan, score, serve, tune):
     cli.add_command(command)
 attach(cli)
 

@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from minirt.device import AbsentGPU
 
 _LOWEST = (8, 0)  # the oldest compute capability that the kernels run on; assumed for a GPU of which only the memory is known
-# Name: memory in MiB as the driver reports it (`nvidia-smi`, ECC on where that is the default: less than the datasheet says), and
-# compute capability (https://developer.nvidia.com/cuda-gpus).
+# Name: memory in MiB as the driver reports it (`nvidia-smi`, ECC on where that is the default: less than the datasheet says),
+# compute capability (https://developer.nvidia.com/cuda-gpus), and streaming multiprocessors (datasheets).
 _KNOWN = {
-    "B200": (183359, (10, 0)), "H200": (143771, (9, 0)), "H100": (81559, (9, 0)), "H100-NVL": (95830, (9, 0)),
-    "A100-80GB": (81920, (8, 0)), "A100-40GB": (40960, (8, 0)), "L40S": (46068, (8, 9)), "L4": (23034, (8, 9)),
-    "A10": (23028, (8, 6)), "T4": (15360, (7, 5)), "RTX-PRO-6000": (97887, (12, 0)), "RTX-6000-Ada": (49140, (8, 9)),
-    "RTX-A6000": (49140, (8, 6)), "RTX-5090": (32607, (12, 0)), "RTX-4090": (24564, (8, 9)), "RTX-3090": (24576, (8, 6)),
+    "B200": (183359, (10, 0), 148), "H200": (143771, (9, 0), 132), "H100": (81559, (9, 0), 132),
+    "H100-NVL": (95830, (9, 0), 132), "A100-80GB": (81920, (8, 0), 108), "A100-40GB": (40960, (8, 0), 108),
+    "L40S": (46068, (8, 9), 142), "L4": (23034, (8, 9), 58), "A10": (23028, (8, 6), 72), "T4": (15360, (7, 5), 40),
+    "RTX-PRO-6000": (97887, (12, 0), 188), "RTX-6000-Ada": (49140, (8, 9), 142), "RTX-A6000": (49140, (8, 6), 84),
+    "RTX-5090": (32607, (12, 0), 170), "RTX-4090": (24564, (8, 9), 128), "RTX-3090": (24576, (8, 6), 82),
 }  # fmt: skip
 GPU_NAMES = tuple(_KNOWN)
 
@@ -37,10 +38,10 @@ def find_gpu(text: str) -> "AbsentGPU":
     from minirt.device import CONTEXT_BYTES, AbsentGPU
 
     plain, size_gb = _parts(text)
-    named = [name for name, (mib, _) in _KNOWN.items() if _is_named(name, mib, plain, size_gb)]
+    named = [name for name, (mib, *_) in _KNOWN.items() if _is_named(name, mib, plain, size_gb)]
     if len(named) == 1:
-        mib, capability = _KNOWN[named[0]]
-        return AbsentGPU(named[0], mib << 20, capability)
+        mib, capability, sms = _KNOWN[named[0]]
+        return AbsentGPU(named[0], mib << 20, capability, sms=sms)
     stated = re.fullmatch(r"([^:]*)(?::([0-9]{1,2})\.([0-9]))?", text)
     with suppress(InputError):
         if stated is not None and (memory := parse_size(stated[1])) >= CONTEXT_BYTES:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from minirt.device import compute_capability
+from minirt.device import compute_capability, is_gpu
 from minirt.kernels import reference
 from minirt.kernels.attention.limits import HEAD_DIMS, MAX_GROUP
 from minirt.kernels.attention.operands import AttentionInput, Rope, Scores, Sequences
@@ -123,7 +123,7 @@ def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
         return f"head_dim {settings.head_dim} is none of {', '.join(map(str, HEAD_DIMS))}"
     if (group := settings.num_heads // settings.num_kv_heads) > MAX_GROUP:
         return f"{group} query heads share a KV head, more than {MAX_GROUP}"
-    if layer.context.kv_dtype == FP8 and device.type == "cuda":
+    if layer.context.kv_dtype == FP8 and is_gpu(device):
         major, minor = compute_capability(device)
         if (0, 0) < (major, minor) < (8, 9):
             return f"compute capability {major}.{minor} is below 8.9 for fp8 KV pages"

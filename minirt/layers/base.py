@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from minirt.device import compute_capability, interpreter_unsupported, interpreting, is_nvidia, triton_installed
+from minirt.device import compute_capability, interpreter_unsupported, interpreting, is_gpu, is_nvidia, triton_installed
 from minirt.errors import ConfigError, InputError, UnsupportedError
 from minirt.modeling.config import ModelConfig, RopeConfig
 from minirt.modeling.parameters import PackedLinear, Parameter
@@ -319,7 +319,7 @@ def triton_unsupported(layer: Layer, device: torch.device) -> str | None:
     absent = not isinstance(device, torch.device)  # then neither Triton nor the environment here say anything about it
     if not absent and not triton_installed():
         return "Triton is not installed (pip install triton)"
-    on_gpu = device.type == "cuda"
+    on_gpu = is_gpu(device)
     if not absent and interpreting():
         return interpreter_unsupported(str(layer.context.dtype).removeprefix("torch."), on_gpu)
     if not on_gpu:

@@ -491,6 +491,13 @@ def load(options: LoadOptions, progress: LoadProgress | None = None) -> LoadedMo
     """
     device = pick_device(options.device)
     set_threads(options.threads)
+    if options.kernel_cache is not None:
+        if device.type == "cuda":
+            from minirt.kernels.compile.kernel_folder import take_kernels
+
+            take_kernels(Path(options.kernel_cache), device)
+        else:
+            warn(f"--kernel-cache has no effect: the device is {device}")
     bars = progress is not None and sys.stderr.isatty()
     source = find(options.model, options.revision, need_weights=not options.random_weights, progress=bars)
     files, entries, settled = source.files, None, None

@@ -134,6 +134,9 @@ class LoadOptions(Settings):
         "On a GPU: compile every kernel and capture every CUDA graph before loading returns.", True, scope="load",
         option_help="On a GPU: no warm-up at load. Loading is faster; kernels are compiled and CUDA graphs captured at their "
         "first use.")
+    kernel_cache: str | Path | None = setting(
+        "On a GPU: a folder that `minirt compile` has made for this GPU, so that no kernel is compiled at the start.",
+        metavar="FOLDER", scope="load")
     prefix_cache: bool = setting(
         "Keep the KV pages of finished requests until their memory is needed, for requests with the same beginning.", True,
         scope="reuse", engine=True, details="With recurrent layers, their states are kept too (`state_cache_memory`).",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minirt.device import AbsentGPU, on_device
+from minirt.device import AbsentGPU, is_gpu, on_device
 from minirt.errors import ConfigError, UnsupportedError
 from minirt.layers import Layer, LayerContext, Select, implementation
 from minirt.layers.base import BUILT_IN, has_implementation
@@ -190,7 +190,7 @@ class Model:
         return wanted, why
 
     def _automatic(self, layer: Layer) -> tuple[str, str]:
-        if self.device.type != "cuda":
+        if not is_gpu(self.device):
             return "eager", f"auto: the device is {self.device.type}"
         if not has_implementation(layer.kind, "triton"):
             return "eager", "auto: no triton implementation"

@@ -486,7 +486,7 @@ def test_every_command_that_prints_results_has_json():
         return {flag for parameter in command.params for flag in parameter.opts}
 
     without = {" ".join(words) for words, command in leaves() if not {"--json", "--output-format", "-o"} <= flags(command)}
-    assert without == {"chat", "serve"}, "a conversation and a server have no results"
+    assert without == {"chat", "compile", "serve"}, "a conversation, a folder and a server have no results"
 
 
 def test_json_is_an_output_format(run, monkeypatch):
@@ -660,7 +660,8 @@ def test_plan_of_a_hybrid_and_of_an_fp8_release(run):
 
 
 # For each option of loading that `plan` does not have: another value than the default.
-OTHER = {"max_step_ms": 5.0, "max_waiting": 3, "threads": 2, "random_weights": True, "check_weights": True, "no_warmup": True}
+OTHER = {"max_step_ms": 5.0, "max_waiting": 3, "threads": 2, "random_weights": True, "check_weights": True, "no_warmup": True,
+         "kernel_cache": "folder"}  # fmt: skip
 
 
 def test_plan_has_each_option_that_changes_it():

@@ -63,7 +63,7 @@ class CudaGraphs:
         self._guards: dict[Hashable, GraphGuard] = {}
         self._pool: Any = None
         # The stream for captures. PyTorch's default capture stream belongs to the device that captured first.
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._graphs

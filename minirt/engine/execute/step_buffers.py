@@ -31,7 +31,7 @@ def _sizes(tokens: int, seqs: int, logits: int, draws: int) -> tuple[int, ...]:
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor on its way to the device. PyTorch keeps the pinned memory until the copy has ended."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class CpuGpuBuffer:
