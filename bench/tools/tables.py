@@ -227,16 +227,6 @@ def trace_table(records: Records) -> str:
     return table(["decode step", "greedy, ms", "GPU idle", "top-p 0.95, ms", "GPU idle", "top-p costs"], rows)
 
 
-def startup_table(records: Records) -> str:
-    """Seconds of each stage of a start, with empty and with warm kernel caches."""
-    stages = {"imported": "imported_s", "loaded": "loaded_s", "warmed up": "ready_s", "first token": "first_token_s"}
-    cells = [
-        [f"{title_of(row['format'])}, {row['caches']} kernel caches", *(f"{row[name]['median']:.1f}" for name in stages.values())]
-        for row in sorted(rows_of(records), key=lambda row: (row["format"], row["caches"] == "empty"))
-    ]
-    return table(["seconds since process start", *stages], cells)
-
-
 def chunking_table(records: Records) -> str:
     """The time between two tokens of requests beside which prompts are computed, by the size of the chunks."""
     cells = [
@@ -574,7 +564,6 @@ BLOCKS = {
     "tuned": Block(_named("h200-tune-", "bf16 fp8"), tuned_table, _KERNELS),
     "fusion": Block(_named("h200-compare-", "embedded smollm2"), fusion_table, _LAYERS),
     "layers-7b": Block(_named("h200-compare-7b-", "bf16 fp8"), layers_table, _LAYERS),
-    "startup": Block(_named("h200-startup-", "bf16 fp8"), startup_table, _SYSTEM),
     "served": Block(_named("h200-served-", "bf16 fp8"), served_table, _SYSTEM),
     "trace": Block(("h200-trace",), trace_table, _SYSTEM),
 }  # fmt: skip
@@ -593,7 +582,7 @@ _BOTH_ENGINES = _named(_H100, "beside-vllm-default beside-vllm")
 _TRAINED, _QUANTIZATION = ("cpu-trained-models",), ROOT / "docs" / "quantization.md"
 _LOADED = "bf16 fp8 w4a16 mixture-bf16 mixture-fp8 mixture-fused-bf16 mixture-fused-fp8"
 # Nothing in this tree measures these results again. Commit 889b7abe has the code that made the blocks up to "cpu" of them, and
-# `speed.svg`; commit 83ec5eed has that of the others.
+# `speed.svg`; commit 83ec5eed has that of the others, and 089133f6 of the start-up.
 FINAL = {
     "headline": Final(_BOTH_ENGINES, README, "7223f8dee819c6fa"), "vllm": Final(_BOTH_ENGINES, README, "d2cce30bf07cefef"),
     "engines": Final(_BOTH_ENGINES, _MODELS, "9c530267c22bbd9a"), "drafts": Final(_BOTH_ENGINES[:1], _MODELS, "701022f22ff01a1f"),
@@ -602,6 +591,7 @@ FINAL = {
     "correction": Final(_BOTH_ENGINES, _MODELS, "90f97fe77671d12f"), "trained": Final(_TRAINED, _MODELS, "cdf2259091956508"),
     "ablation": Final(_named("h200-ablation-", "bf16 fp8"), _LAYERS, "6220524d212990cd"),
     "loading": Final(_named("h200-loading-", _LOADED), _SYSTEM, "7dfe8c00e5903bda"),
+    "startup": Final(_named("h200-startup-", "bf16 fp8"), _SYSTEM, "4e9561741d7eae57"),
     "sampling": Final(("h200-sampling-cost",), _SYSTEM, "b1f1a4c0c8b66a56"),
     "memory": Final(("h200-memory", "h200-memory-quantized-pages"), _SYSTEM, "40432e4a60ec9e36"),
     "quality": Final(("cpu-fp8-quality",), _QUANTIZATION, "aeae2ac09f57d467"),

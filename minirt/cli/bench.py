@@ -1,6 +1,6 @@
 """`minirt bench speed` and `minirt bench throughput`: options and output. minirt.bench measures.
 
-`minirt bench kernels` is in bench_kernels.py, and so are `patch`, `serve` and `speculate` in bench_patch.py and so on.
+`minirt bench kernels` is in bench_kernels.py, and so are the others in bench_patch.py and so on.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from minirt.cli.bench_kernels import kernels
 from minirt.cli.bench_patch import patch
 from minirt.cli.bench_serve import serve
 from minirt.cli.bench_speculate import speculate
+from minirt.cli.bench_start import start
 from minirt.cli.help import option_group
 from minirt.cli.report import print_report, progress_of, report_options, words_of
 from minirt.cli.settings import COUNT, options_of
@@ -65,14 +66,14 @@ _run_options = option_group(
 @click.group(cls=Commands, short_help="Measure speed: tokens/s, steps, prompts, a server.")
 def bench() -> None:
     """Measure a model: its speed with prompts and decode steps; the time of whole requests; what drafts bring; its kernels alone,
-    or in transformers; or a server.
+    or in transformers; a start; or a server.
 
-    Except for `serve` and `speculate`, prompts are random token ids, so no tokenizer is needed, and generation continues after an
-    end-of-sequence token. Before anything is timed, the model is compared with its eager layers.
+    Except for `serve`, `speculate` and `start`, prompts are random token ids, so no tokenizer is needed, and generation continues
+    after an end-of-sequence token. Before anything is timed, the model is compared with its eager layers.
     """
 
 
-for _command in (kernels, patch, serve, speculate):
+for _command in (kernels, patch, serve, speculate, start):
     bench.add_command(_command)
 
 

@@ -137,14 +137,14 @@ def test_all_that_is_stored_or_collected_is_shown():
 
 def test_a_block_without_results_names_the_command(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "RESULTS", tmp_path)
-    before, after = "a\n<!-- startup -->\n", "<!-- end of startup -->\nb\n"
+    before, after = "a\n<!-- trace -->\n", "<!-- end of trace -->\nb\n"
     text = tables.render(before + after)
     assert text.startswith(f"{before}No results are stored yet. ")
-    assert text.endswith(f"`python bench/tools/collect.py FOLDER startup-bf16 startup-fp8` makes them.\n{after}")
+    assert text.endswith(f"`python bench/tools/collect.py FOLDER trace` makes them.\n{after}")
     assert tables.render(f"{before}| old | 1 |\n{after}") == tables.render(text) == text
-    shutil.copy(RESULTS / "h200-startup-bf16.json", tmp_path)
+    shutil.copy(RESULTS / "h200-trace.json", tmp_path)
     full = tables.render(text)
-    assert full.startswith(f"{before}| seconds since process start |")
+    assert full.startswith(f"{before}| decode step |")
     assert full.endswith(f").\n{after}")
     assert tables.render(full) == full
 

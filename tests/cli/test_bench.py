@@ -18,6 +18,7 @@ from support.cli import CACHE, caller, printed, refused, succeeded
 from minirt import SamplingParams, SpeculativeOptions, layers
 from minirt.bench import ceiling, report, speculate
 from minirt.bench.report import FORMATS
+from minirt.bench.start import PHASES, markdown
 from minirt.cli import app as cli
 from minirt.cli.bench import bench
 from minirt.generator import Generator
@@ -315,3 +316,29 @@ def test_another_text_with_drafts_is_seen():
     results = speculate.rows(requests, [timed((1, 2)), timed((3, 4))], [timed((1, 2)), timed((3, 5))])
     assert [(row["same_texts"], row["texts"]) for row in results] == [(1, 1), (0, 1), (1, 2)]
     assert results[2]["seconds"]["all"] == [2.0, 6.0], "the sum over requests, for each repeat"
+
+
+# ── start ──
+
+
+def test_a_start_is_timed_by_phase(run, monkeypatch, tmp_path):
+    """Catches phases that are missing in the sum, and starts that use the user's own kernel cache."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "own"))
+    out, err = succeeded(run("bench", "start", "--device", "cpu", *CACHE, "--repeats", "1", "-o", "json"))
+    record = json.loads(out)
+    assert [(row["caches"], row["kernels"]) for row in record["results"]] == [("empty", 0), ("warm", 0)]
+    for row in record["results"]:
+        seconds = [row[f"{phase}_s"]["median"] for phase in PHASES]
+        assert all(second >= 0 for second in seconds)
+        assert row["total_s"]["median"] == pytest.approx(sum(seconds))
+        assert row["torch_s"]["median"] > 0
+        assert row["first_token_s"]["median"] > 0
+    assert "empty kernel cache: " in err
+    assert not (tmp_path / "own").exists()
+    heads = "| kernel cache | Python | import torch | CUDA | import minirt | load | warm-up | first token | all |"
+    assert heads in markdown(record, record["results"])
+
+
+def test_a_start_that_fails_says_why(run, tmp_path):
+    result = run("bench", "start", "--model", str(tmp_path), "--device", "cpu", "-q")
+    refused(result, str(tmp_path), "a start has failed", "config.json")

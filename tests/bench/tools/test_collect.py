@@ -11,7 +11,7 @@ import pytest
 
 from minirt import models
 from minirt.bench.kernels import benchmark as kernels
-from minirt.bench.tools import collect, startup, stored_format
+from minirt.bench.tools import collect, stored_format
 from minirt.cli import app as cli
 from minirt.errors import InputError, MinirtError
 from minirt.loading.options import EMBEDDED
@@ -40,13 +40,6 @@ def test_every_run_is_a_command(name):
     assert all(model in (None, EMBEDDED) or models.preset(model) is not None for model in chosen)
     if command == "kernels":
         assert kernels.select(options["names"])
-
-
-def test_a_start_is_timed_in_a_process_of_its_own(tmp_path):
-    stages = startup.child(["embedded"], str(tmp_path))
-    assert 0 < stages["imported_s"] < stages["loaded_s"] <= stages["ready_s"] < stages["first_token_s"]
-    with pytest.raises(SystemExit, match="ModelNotFoundError"):
-        startup.child(["nothing"], str(tmp_path))
 
 
 def test_every_kernel_is_measured():
