@@ -76,6 +76,10 @@ def examples(text: str) -> list[Example]:
             reason, lines = _reason(fence, why), enumerate(fence.text.splitlines(), fence.line + 1)
             commands = ((number, line) for number, line in lines if line.strip() and not line.startswith("#"))
             listed += [Example(number, "console", line, None, reason) for number, line in commands]
+        elif kind == "dockerfile":  # its commands of minirt, whose options are checked
+            words = [line.partition(" ")[::2] for line in fence.text.splitlines()]
+            lines = [" ".join(json.loads(rest)) if word == "ENTRYPOINT" else rest for word, rest in words]
+            listed += [Example(fence.line, "console", line, None, "gpu") for line in lines if line.startswith("minirt ")]
         elif fence.info not in SHOWN:
             raise ValueError(f"line {fence.line}: unknown info string {fence.info!r}")
         elif fence.info == "text" and previous is not None and previous.info == "python" and _follows(text, previous, fence):
