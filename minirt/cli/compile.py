@@ -9,6 +9,7 @@ from minirt.cli import options as shared
 from minirt.cli.gpus import gpu_option
 from minirt.cli.help import command, option_in
 from minirt.cli.output import counted, note, write
+from minirt.errors import MinirtError
 from minirt.progress import load_bars
 from minirt.threads import usable_cpus
 
@@ -36,10 +37,14 @@ def compile(output: str, jobs: int | None, **options: Any) -> None:
 
     load = shared.to_load_options(options, name, random_weights=True)
     with load_bars(not options["quiet"]) as progress:
-        count = compile_kernels(
-            load, gpu, Path(output), jobs or usable_cpus(),
-            lambda done, total: progress("kernels", done, total) if progress else None,
-        )  # fmt: skip
+        def compiled(done: int, total: int) -> None:
+            if progress is not None:
+                progress("kernels", done, total)
+
+        try:
+            count = compile_kernels(load, gpu, Path(output), jobs or usable_cpus(), compiled)
+        except OSError as error:
+            raise MinirtError("cannot be written to", where=f"--output {output}", found=error.strerror) from error
     if not options["quiet"]:
         note(f"{counted(count, 'kernel')} for {gpu}")
     write(f"{output}\n")

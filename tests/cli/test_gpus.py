@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.cli import refused
 
 from minirt.cli.gpus import GPU_NAMES, find_gpu
 from minirt.device import CONTEXT_BYTES, compute_capability, free_memory, is_nvidia
@@ -136,3 +137,12 @@ def test_small_weights_of_a_gpu_stay_in_16_bits():
         assert all(p.format is not None for p in model.parameters() if ".layers." in "".join(getattr(p, "modules", ())))
         assert not any("16 bits" in note for note in model.plan.notes)
     assert not planned("H200", quantization="fp8")[0].plan.notes
+
+
+def test_what_cannot_be_compiled_is_refused_by_name(run, tmp_path):
+    """Before anything is compiled, which takes minutes."""
+    compile_for = ("compile", "--model", "Qwen2.5-0.5B", "-q", "--output", str(tmp_path / "kernels"))
+    refused(run(*compile_for), "--gpu", "such as --gpu H100", code=2)
+    refused(run(*compile_for, "--gpu", "24GiB:8.9"), "--gpu 24GiB", "SMs", "such as H100", code=2)
+    refused(run(*compile_for, "--gpu", "T4"), "T4", "there are no kernels to compile", "every layer is eager")
+    assert not (tmp_path / "kernels").exists()
