@@ -32,9 +32,9 @@ BUDGET = {
     "minirt/cli": 2_746,  # `minirt compile`
     "minirt/nn": 367,
     "minirt/patching": 629,
-    "bench": 6_044,  # `minirt bench start`
+    "bench": 6_050,  # `minirt bench start`
     "examples": 146,
-    "tests": 38_340,  # kernels that are planned without a GPU
+    "tests": 38_348,  # kernels that are planned without a GPU
 }
 
 

@@ -34,6 +34,6 @@ def start(ctx: click.Context, repeats: int, **options: Any) -> None:
 
     shared.to_load_options(options, name)  # checks them, before any start
     device, arguments = pick_device(options["device"]), shared.load_arguments(options, name)
-    rows = run(arguments, repeats, progress_of(options))
+    rows = run(arguments, options["imports"], repeats, progress_of(options))
     about = machine("start", device, words_of(ctx), None) | {"model": name, "quantization": arguments["quantization"]}
     print_report(Report(about, rows, markdown), options)

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from minirt.cli import options as shared
-from minirt.cli.gpus import gpu_option
+from minirt.cli.gpus import gpu_option, planned_gpu
 from minirt.cli.help import command, option_in
 from minirt.cli.output import counted, note, write
 from minirt.errors import MinirtError
@@ -27,7 +27,7 @@ def compile(output: str, jobs: int | None, **options: Any) -> None:
     Give the folder to `minirt serve --kernel-cache` (or another command) on a machine with this GPU. It is used only there, with
     the same versions of minirt and Triton. Kernels for drafts, and for tuned configurations, are compiled at the start as before.
     """
-    gpu = options["gpu"]
+    gpu = planned_gpu(options)
     if gpu is None:
         raise click.UsageError("--gpu: name the GPU, such as --gpu H100")
     if not gpu.sms:
@@ -35,7 +35,7 @@ def compile(output: str, jobs: int | None, **options: Any) -> None:
     name = shared.model_name(options, options["quiet"])
     from minirt.precompile.plan import compile_kernels
 
-    load = shared.to_load_options(options, name, random_weights=True)
+    load = shared.to_load_options(options, name)
     with load_bars(not options["quiet"]) as progress:
         def compiled(done: int, total: int) -> None:
             if progress is not None:

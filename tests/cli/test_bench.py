@@ -322,9 +322,13 @@ def test_another_text_with_drafts_is_seen():
 
 
 def test_a_start_is_timed_by_phase(run, monkeypatch, tmp_path):
-    """Catches phases that are missing in the sum, and starts that use the user's own kernel cache."""
+    """Catches phases that are missing in the sum, starts that use the user's own kernel cache, and starts without `--import`."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "own"))
-    out, err = succeeded(run("bench", "start", "--device", "cpu", *CACHE, "--repeats", "1", "-o", "json"))
+    code = f"import os\nwith open({str(tmp_path / 'ran')!r}, 'a') as file: print(os.getpid(), file=file)"
+    (tmp_path / "mine.py").write_text(code)
+    options = ("--repeats", "1", "--import", str(tmp_path / "mine.py"))
+    out, err = succeeded(run("bench", "start", "--device", "cpu", *CACHE, *options, "-o", "json"))
+    assert len({*(tmp_path / "ran").read_text().split()}) == 3, "this process, and both starts"
     record = json.loads(out)
     assert [(row["caches"], row["kernels"]) for row in record["results"]] == [("empty", 0), ("warm", 0)]
     for row in record["results"]:

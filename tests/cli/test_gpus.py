@@ -144,5 +144,6 @@ def test_what_cannot_be_compiled_is_refused_by_name(run, tmp_path):
     compile_for = ("compile", "--model", "Qwen2.5-0.5B", "-q", "--output", str(tmp_path / "kernels"))
     refused(run(*compile_for), "--gpu", "such as --gpu H100", code=2)
     refused(run(*compile_for, "--gpu", "24GiB:8.9"), "--gpu 24GiB", "SMs", "such as H100", code=2)
+    refused(run(*compile_for, "--gpu", "H100", "--device", "cpu"), "--gpu", "--device cpu", code=2)
     refused(run(*compile_for, "--gpu", "T4"), "T4", "there are no kernels to compile", "every layer is eager")
     assert not (tmp_path / "kernels").exists()

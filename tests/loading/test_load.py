@@ -217,3 +217,8 @@ def test_preset_with_random_weights_needs_no_files(monkeypatch):
         assert random.tokenizer is None
         assert torch.isfinite(random.logits([3, 4, 5])).all()
         assert random.bytes_read == 0
+
+
+def test_a_kernel_cache_without_a_gpu_has_no_effect():
+    with pytest.warns(UserWarning, match="--kernel-cache has no effect: the device is cpu"):
+        choose.load(choose.LoadOptions(device="cpu", kernel_cache="/no/such/folder", kv_cache_memory=8 << 20))
