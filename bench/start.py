@@ -30,6 +30,10 @@ def child(began: float) -> None:
     stdin, pickled: Python files to run first, and the arguments of `LoadOptions`.
     """
     stamps = {"python": time.time()}
+    from minirt.head_start import head_start
+
+    files, arguments = pickle.load(sys.stdin.buffer)
+    head_start(arguments)  # as the commands do
     import torch
 
     stamps["torch"] = time.time()
@@ -40,7 +44,6 @@ def child(began: float) -> None:
     from minirt.user_code import import_file
 
     stamps["minirt"] = time.time()
-    files, arguments = pickle.load(sys.stdin.buffer)
     for file in files:
         import_file(file)
     with Generator.from_pretrained(LoadOptions(**arguments)) as generator:

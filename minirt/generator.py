@@ -143,12 +143,14 @@ class Generator:
             )  # fmt: skip
         generator.bytes_read, generator.unused_tensors = loaded.bytes_read, loaded.unused_tensors
         generator.load_time_s = time.perf_counter() - started
-        if settings.warmup:
+        if settings.warm_up != "none":
             with out_of_memory_while("warming up", generator.device):
-                generator._engine.engine.warm_up(progress)
+                generator._engine.engine.warm_up(progress, lazy=settings.warm_up == "lazy")
             generator.warm_up_time_s = time.perf_counter() - started - generator.load_time_s
         if generator.device.type == "cuda":  # a garbage collection would make the GPU wait
             generator._thaw = freeze_gc(generator)
+        if generator._engine.engine.warming_up:
+            generator._engine.start()
         return generator
 
     @overload

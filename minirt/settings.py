@@ -84,7 +84,7 @@ class Setting(NamedTuple):
 
     @property
     def option_name(self) -> str | None:
-        """The option that changes it: "--max-model-len", or "--no-warmup" for what is on by default. None: it has none."""
+        """The option that changes it: "--max-model-len", or "--no-cuda-graphs" for what is on by default. None: it has none."""
         return next(iter(self.options), None)
 
 
@@ -197,6 +197,17 @@ def switch(value: Any, place: str, error: type[MinirtError], hint: str | None = 
     if not isinstance(value, bool):
         raise error("not an acceptable value", where=place, expected="True or False", found=quoted(value, 80), hint=hint)
     return value
+
+
+def one_of(*choices: str) -> Callable[..., str]:
+    """A check of a text that is one of `choices`."""
+
+    def check(value: Any, place: str, error: type[MinirtError], hint: str | None = None) -> str:
+        if value not in choices:
+            raise error("not an acceptable value", where=place, expected=" or ".join(choices), found=quoted(value, 80), hint=hint)
+        return value
+
+    return check
 
 
 def texts(what: str) -> Callable[..., tuple[str, ...]]:

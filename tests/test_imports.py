@@ -12,7 +12,8 @@ from support.package import ROOT
 # tiers: a step's input and the KV cache are below the layers that read them, the engine is above.
 TIERS = [
     ["minirt.errors", "minirt.wording", "minirt.files", "minirt.foreign_names", "minirt.gc_freeze", "minirt.progress",
-     "minirt.sizes", "minirt.settings", "minirt.threads", "minirt.user_code", "minirt.text.limited_processes",
+     "minirt.sizes", "minirt.settings", "minirt.threads", "minirt.user_code",
+     "minirt.compile_server", "minirt.head_start", "minirt.text.limited_processes",
      "minirt.structured", "minirt.structured.contradictions", "minirt.structured.schema", "minirt.structured.params",
      "minirt.structured.limits"],
     ["minirt.device", "minirt.sampling_params", "minirt.kernels", "minirt.kernels.*"],

@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -219,13 +220,14 @@ def run(place: Place, forward: Forward, step: EagerStep, wide: bool = False) -> 
 @torch.inference_mode()
 def compile_kernels(steps: Sequence[tuple[EagerStep, list[Place]]]) -> None:
     """Compile the candidates' kernels in parallel, for each kind of layer and number of rows in each step. Only on a GPU."""
-    from minirt.kernels.compile.ahead_of_time import compile_ahead
+    from minirt.kernels.compile.ahead_of_time import AheadOfTime
 
     device = steps[0][0].batch.device
-    with on_device(device), compile_ahead(device):
+    with on_device(device), AheadOfTime(device) as compiler:
         for step, places in steps:
             for place in {(place.layer.kind, place.name, step.rows(place)): place for place in places}.values():
-                run(place, place.candidate, step)
+                compiler.add(partial(run, place, place.candidate, step))
+        compiler.wait()
 
 
 def _strays(after: Tensor, before: Tensor, rows: Tensor) -> int:

@@ -126,9 +126,8 @@ def _launch_model(name: str, cc: int, lists: _Lists) -> None:
     from minirt.device import AbsentGPU
     from minirt.engine.execute.runner import Runner
     from minirt.engine.limits import EngineLimits
-    from minirt.engine.warmup.warm_up import launch_all, sample_once
+    from minirt.engine.warmup.warm_up import first_launches, other_launches
     from minirt.errors import UnsupportedError
-    from minirt.kernels.sampling.batch import SamplingBatch
     from minirt.layers.base import implementation
     from minirt.loading import load
     from minirt.loading.load import pick_dtype, pick_kv_dtype
@@ -167,12 +166,8 @@ def _launch_model(name: str, cc: int, lists: _Lists) -> None:
 
     model.dry_run = labelled  # type: ignore[method-assign]
     lists.use = f"{name}, sampling"
-    launch_all(runner, model)
-    # Greedy steps sample from the row maxima of their CUDA graphs.
-    for bucket in [] if runner.graphs.buckets is None else runner.graphs.buckets.all():
-        row_maxima = runner.graphs.static(bucket)[1].row_maxima
-        if row_maxima is not None:
-            sample_once(runner, SamplingBatch.variants(cpu)[0], row_maxima.values[:1])
+    for launch in (*first_launches(runner, model), *other_launches(runner, model)):
+        launch()
 
 
 def _fewest_layers(config: Any) -> int:

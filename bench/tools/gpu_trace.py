@@ -55,7 +55,7 @@ def trace(generator: Generator, batch: int, context: int, sampling: dict) -> dic
 def main() -> None:
     model, batches = sys.argv[1], [int(n) for n in sys.argv[2:]] or [1, 64, 256]
     results = []
-    load: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": max(batches), "prefix_cache": False}
+    load: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": max(batches), "prefix_cache": False, "warm_up": "full"}
     with Generator.from_pretrained(model, random_weights=True, **load) as generator:
         for batch in batches:
             for temperature in (0.0, 0.8):

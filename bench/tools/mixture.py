@@ -52,7 +52,7 @@ def measure(model: str, fp8_products: bool, skip_check: bool = False, **options:
     sizes |= {"random_weights": True} | options
     expected = None
     if not skip_check:
-        with Generator.from_pretrained(model, **sizes | {"impl": "eager", "warmup": False}) as eager:
+        with Generator.from_pretrained(model, **sizes | {"impl": "eager", "warm_up": "none"}) as eager:
             expected = check.reference(eager, max(PROMPTS))
     with Generator.from_pretrained(model, **sizes) as generator:
         correctness: dict[str, Any] = {"checked": False, "why": f"not checked here: {_WHY}"}
@@ -98,12 +98,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_options(parser)
     parser.add_argument("--fp8", action="store_true")
-    parser.add_argument("--no-warmup", dest="warmup", action="store_false")
+    parser.add_argument("--no-warmup", dest="warm_up", action="store_const", const="none", default="full")
     parser.add_argument("--skip-check", action="store_true")
     options = parser.parse_args()
     if options.fp8 and options.stored:
         parser.error("--fp8 quantizes 16-bit weights; --stored weights are quantized already")
-    load: dict[str, Any] = {"warmup": options.warmup} | ({"quantization": "fp8"} if options.fp8 else {})
+    load: dict[str, Any] = {"warm_up": options.warm_up} | ({"quantization": "fp8"} if options.fp8 else {})
     fp8_products = options.fp8 or (options.stored or "").startswith("fp8")
     with chosen_model(options) as model:
         record = measure(model, fp8_products, options.skip_check, **load)

@@ -29,9 +29,11 @@ def child(model: str, quantization: str | None, repeats: int) -> None:
     """Load a model, then measure once for each line on stdin and print a line of JSON."""
     import time
 
-    from minirt import Generator, SamplingParams
+    from minirt import Generator, LoadOptions, SamplingParams
 
-    generator = Generator.from_pretrained(model, random_weights=True, quantization=quantization, kv_cache_memory=KV_BYTES)
+    options: dict[str, Any] = {"quantization": quantization, "kv_cache_memory": KV_BYTES}
+    options |= {"warm_up": "full"} if hasattr(LoadOptions, "warm_up") else {}  # an older build
+    generator = Generator.from_pretrained(model, random_weights=True, **options)
     vocab, serial = generator.config.vocab_size, 0
 
     def prompts(count: int, length: int) -> list[list[int]]:

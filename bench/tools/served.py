@@ -79,7 +79,8 @@ def stream_alone(model: list[str]) -> list[float]:
     gaps: list[float] = []
     draw = random.Random(0)
     quantization = "fp8" if "--fp8" in model else None
-    with Generator.from_pretrained(model[1], random_weights=True, quantization=quantization, max_num_seqs=256) as generator:
+    load: dict[str, Any] = {"quantization": quantization, "max_num_seqs": 256, "warm_up": "full"}
+    with Generator.from_pretrained(model[1], random_weights=True, **load) as generator:
         for _ in range(ONE_REQUESTS):
             prompt = [draw.randrange(1000, generator.config.vocab_size - 1000) for _ in range(ONE_PROMPT)]
             last = None

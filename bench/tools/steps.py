@@ -34,7 +34,7 @@ def measure(model: str, quantization: str | None) -> None:
 
     sizes: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": max(BATCHES), "max_num_batched_tokens": max(PROMPTS)}
     results: list[dict[str, Any]] = []
-    with Generator.from_pretrained(model, random_weights=True, quantization=quantization, **sizes) as generator:
+    with Generator.from_pretrained(model, random_weights=True, quantization=quantization, warm_up="full", **sizes) as generator:
         ceiling = read_ceiling(pick_device("cuda"))
         cached = generator.kv_bytes_per_token * CONTEXT
         for batch in BATCHES:

@@ -20,7 +20,7 @@ def measure(model: str, **options: Any) -> list[dict[str, Any]]:
     """A row for each turn of REPEATS conversations: prompt tokens, cached tokens, medians of the first token and of steps."""
     params, serial = SamplingParams(max_tokens=REASONING, temperature=0.0, ignore_eos=True), 0
     turns: list[list[Any]] = [[] for _ in range(TURNS)]
-    with Generator.from_pretrained(model, random_weights=True, **options) as generator:
+    with Generator.from_pretrained(model, random_weights=True, warm_up="full", **options) as generator:
 
         def tokens(count: int) -> list[int]:
             nonlocal serial

@@ -20,7 +20,7 @@ import torch
 from minirt.bench.measure import gpu_seconds
 from minirt.bench.report import Row, heading, table
 from minirt.errors import NumericsError
-from minirt.kernels.compile.ahead_of_time import compile_ahead
+from minirt.kernels.compile.ahead_of_time import AheadOfTime
 from minirt.kernels.compile.tuning import Case
 
 MARGIN = 0.98  # a winner takes at most this share of the default configuration's time in a chain, in both runs
@@ -116,10 +116,11 @@ def _compile(launch: Callable[[Any], None], candidates: Sequence[Any]) -> dict[s
     A kernel that does not compile or does not fit raises errors of many classes, so all exceptions are caught.
     """
     if torch.cuda.is_available():
-        with compile_ahead(torch.device("cuda", torch.cuda.current_device()), ignore_errors=True):
+        with AheadOfTime(torch.device("cuda", torch.cuda.current_device())) as compiler:
             for config in candidates:
                 with suppress(Exception):  # the launch below reports the error
-                    launch(config)
+                    compiler.add(partial(launch, config))
+            compiler.wait(ignore_errors=True)
     failed: dict[str, str] = {}
     for config in candidates:
         try:

@@ -1,11 +1,10 @@
-"""`compile_ahead`: a context in which a thread's launches only compile their kernels, in parallel and each kernel once."""
+"""`AheadOfTime`: launches that only compile their kernels, in parallel; `without_launches`: launches that do nothing."""
 
-import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -14,54 +13,12 @@ import torch
 import triton
 from triton import JITFunction
 
+from minirt.compile_server import compilers
 from minirt.kernels.compile.processes import CompileProcesses, CompileRequest, warn_of_one_process
 from minirt.kernels.prepared import by_triton
 from minirt.wording import warn
 
 _mode: ContextVar[str] = ContextVar("launches", default="run")  # or "compile" or "skip"; each thread has its own value
-
-
-@contextmanager
-def compile_ahead(
-    device: torch.device, progress: Callable[[int, int, bool], None] | None = None, *, ignore_errors: bool = False
-) -> Iterator[None]:
-    """Context in which launches compile and load their kernels, in parallel, and do not run.
-
-    Outputs of these launches are not written. The context ends when all kernels are ready. Other threads launch as usual, and so
-    does this thread if `device` is not a GPU or, with a warning, if this version of Triton lacks what is needed.
-
-    Args:
-        progress: called with the numbers of ready kernels and of all kernels so far, and whether one of them was not in Triton's
-            cache. Until all launches are known, it is called only if a kernel is compiled.
-        ignore_errors: if False, the error of a kernel that cannot be compiled or loaded is raised at the end of the context, else
-            at its first real launch.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    with _Compilers(device, progress) as pool:
-        try:
-            asynchronous = triton.AsyncCompileMode(pool, ignore_errors=True)  # up to Triton 3.6, an error would leave it active
-        except (AttributeError, TypeError) as error:
-            asynchronous = None
-            what = f"kernels are compiled one after the other: Triton {triton.__version__} has no asynchronous mode ({error})"
-            warn(what, RuntimeWarning)
-        if asynchronous is None:
-            yield
-            return
-        with launches("compile"), asynchronous:
-            try:
-                yield
-                if progress is not None:
-                    for count, _ in enumerate(as_completed(pool.futures), 1):
-                        progress(count, len(pool.futures), pool.compiles)
-            except BaseException:  # including Ctrl-C: wait only for compilations that have begun
-                for future in pool.futures:
-                    future.cancel()
-                raise
-    if not ignore_errors:
-        for future in pool.futures:
-            future.result()
 
 
 @contextmanager
@@ -89,31 +46,50 @@ def launches(mode: str) -> Iterator[None]:
         by_triton.reset(path)
 
 
+class _Kernel(Future):
+    """A kernel that `make` compiles and loads. If `result` is called before that has begun, it does so itself, at once."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__()
+        self._make = make
+
+    def run(self) -> None:
+        if self.set_running_or_notify_cancel():
+            try:
+                self.set_result(self._make())
+            except BaseException as error:
+                self.set_exception(error)
+
+    def result(self, timeout: float | None = None) -> Any:
+        return self._make() if self.cancel() else super().result(timeout)
+
+
 class _Compilers(ThreadPoolExecutor):
     """Threads that compile kernels, themselves or through `CompileProcesses` once these are ready, and load them."""
 
     def __init__(self, device: torch.device, progress: Callable[[int, int, bool], None] | None) -> None:
-        self._count = min(16, os.cpu_count() or 1)
+        self._count = compilers()
         super().__init__(self._count)
         self._device, self._progress = device, progress
         self._processes: CompileProcesses | None = None
         self._started, self._starting = False, threading.Lock()
         self._alone = False  # whether other processes cannot help
-        self.futures: list[Future] = []
+        self.futures: list[_Kernel] = []
         self.compiles = False  # whether a kernel was not in Triton's cache
 
     def submit(self, compile: Callable[[], Any], /) -> Future:  # type: ignore[override]
-        def ready() -> Any:
+        def make() -> Any:
             with torch.cuda.device(self._device):  # the current device is a setting of the thread
                 self._elsewhere(compile)
                 kernel = compile()
                 kernel.run  # noqa: B018  (reading the attribute loads the kernel)
             return kernel
 
-        self.futures.append(super().submit(ready))
+        self.futures.append(kernel := _Kernel(make))
+        super().submit(kernel.run)
         if self.compiles and self._progress is not None:
             self._progress(0, len(self.futures), True)
-        return self.futures[-1]
+        return kernel
 
     def _elsewhere(self, compile: Callable[[], Any]) -> None:
         """Have a process compile the kernel into Triton's cache, if it can. The first kernel not yet cached starts processes."""
@@ -145,6 +121,70 @@ class _Compilers(ThreadPoolExecutor):
         if self._processes is not None:
             self._processes.close()
             self._processes = None
+
+
+class AheadOfTime:
+    """Compiles and loads the kernels of launches that do not run: each once, in parallel, in the order of the launches.
+
+    `wait` or, without it, a kernel's first real launch waits for it. Used as a context, it is closed at the end.
+
+    Args:
+        device: if it is not a GPU or, with a warning, if this version of Triton lacks what is needed, launches run as usual.
+        progress: called with the numbers of ready kernels and of all kernels so far, and whether one of them was not in Triton's
+            cache. Until `wait`, it is called only if a kernel is compiled.
+    """
+
+    def __init__(self, device: torch.device, progress: Callable[[int, int, bool], None] | None = None) -> None:
+        self._compilers, self._asynchronous, self._progress = _Compilers(device, progress), None, progress
+        if device.type == "cuda":
+            try:
+                self._asynchronous = triton.AsyncCompileMode(self._compilers, ignore_errors=True)
+            except (AttributeError, TypeError) as error:
+                what = f"Triton {triton.__version__} has no asynchronous mode ({error})"
+                warn(f"kernels are compiled one after the other: {what}", RuntimeWarning)
+
+    def add(self, launch: Callable[[], Any]) -> int:
+        """Call `launch`, whose launches in this thread only begin to compile. Other threads launch as usual, and their outputs
+        are not written. Returns the number of all kernels so far."""
+        if (asynchronous := self._asynchronous) is None:
+            launch()
+            return 0
+
+        def collect() -> None:
+            asynchronous.__enter__()  # it ends with this context: Triton's own end would wait for all kernels
+            with launches("compile"):
+                launch()
+
+        copy_context().run(collect)
+        return len(self._compilers.futures)
+
+    def ready_within(self, seconds: float) -> bool:
+        """Whether all kernels are ready, for which this waits at most so long."""
+        return not wait(self._compilers.futures, seconds).not_done
+
+    def wait(self, count: int | None = None, *, ignore_errors: bool = False) -> None:
+        """Wait until the first `count` kernels, None: all, are ready, or one cannot be compiled or loaded.
+
+        Its error is raised, if `ignore_errors` at its first real launch.
+        """
+        futures = self._compilers.futures[:count]
+        for done, future in enumerate(as_completed(futures), 1):
+            if self._progress is not None:
+                self._progress(done, len(futures), self._compilers.compiles)
+            if not ignore_errors:
+                future.result()
+
+    def close(self) -> None:
+        """Drop the kernels whose compilation has not begun; they are compiled at their first real launch."""
+        for future in self._compilers.futures:
+            future.cancel()
+        self._compilers.shutdown()
+
+    def __enter__(self) -> "AheadOfTime":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class _Patches:
@@ -202,7 +242,7 @@ def _compile_only(run: Callable[..., Any]) -> Callable[..., Any]:
             return None
         compiled = run(kernel, *arguments, grid=grid, warmup=True, **options)
         future = getattr(compiled, "future", None)
-        if future is not None and future.done():
+        if future is not None and future.done() and not future.cancelled():
             compiled.result(ignore_errors=True)  # puts it where Triton's next launch finds it
         return None
 

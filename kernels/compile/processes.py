@@ -1,29 +1,29 @@
 """`CompileProcesses`: other processes compile kernels into Triton's cache on disk, where this process finds them.
 
 Threads alone cannot parallelize all of the work: a quarter of it is Triton's front end, which holds Python's GIL. The processes
-are forks of one server that has imported PyTorch, Triton and the kernels and does not use the GPU. The imports take seconds, and
-threads compile until then. If processes cannot be started, or end, a warning says so and threads compile everything.
+are forks of a `CompileServer`, which does not use the GPU. Its imports take seconds, and threads compile until then. If processes
+cannot be started, or end, a warning says so and threads compile everything.
 """
 
 import hashlib
 import inspect
 import os
 import pickle
+import pkgutil
 import signal
-import subprocess
-import sys
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 
+from minirt import kernels
+from minirt.compile_server import start_server, take_early
 from minirt.wording import warn
 
 if TYPE_CHECKING:
@@ -83,23 +83,8 @@ class CompileProcesses:
     """`count` processes that compile kernels. Raises OSError if they cannot be started."""
 
     def __init__(self, count: int) -> None:
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (open until `close`)
-        mine, theirs = zip(*(Pipe() for _ in range(count)), strict=True)
-        descriptors = [their.fileno() for their in theirs]
-        modules = [name for name in sys.modules if name.startswith("minirt.kernels.")]
-        command = [sys.executable or "", "-P", "-c", f"from {__name__} import serve; serve({descriptors}, {modules})"]
-        try:
-            self._server = subprocess.Popen(
-                command, pass_fds=descriptors, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                stderr=self._errors, env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )  # fmt: skip
-        except OSError:
-            self._close(mine)
-            raise
-        finally:
-            for their in theirs:
-                their.close()
-        self._starting, self._ready, self._lock = list(mine), deque[Connection](), threading.Lock()
+        self._server, connections, self._errors = take_early() or start_server(count)
+        self._starting, self._ready, self._lock = connections, deque[Connection](), threading.Lock()
         self._warned = False
 
     def compile(self, request: CompileRequest) -> None:
@@ -128,10 +113,7 @@ class CompileProcesses:
         with suppress(ProcessLookupError):  # they have already ended
             os.killpg(self._server.pid, signal.SIGKILL)
         self._server.wait()
-        self._close([*self._starting, *self._ready])
-
-    def _close(self, connections: Sequence[Connection]) -> None:
-        for connection in connections:
+        for connection in (*self._starting, *self._ready):
             connection.close()
         self._errors.close()
 
@@ -157,14 +139,24 @@ class CompileProcesses:
             return self._ready.popleft() if self._ready else None
 
 
+def hash_triton() -> None:
+    """Have Triton read and hash its own files, as it does once in a process before the first kernel. It takes 0.4 s, mostly
+    without Python's GIL."""
+    with suppress(Exception):  # it is private: another version may lack it
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+
+
 def warn_of_one_process(why: str) -> None:
     warn(f"kernels are compiled in this process only, which takes longer: {why}", RuntimeWarning)
 
 
-def serve(descriptors: Sequence[int], modules: Sequence[str]) -> None:
-    """Body of the server process: import the modules, then fork one process for each connection."""
-    for name in modules:
-        import_module(name)
+def serve(descriptors: Sequence[int]) -> None:
+    """Body of the server process: import all kernels, then fork one process for each connection."""
+    hash_triton()
+    for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
+        import_module(module.name)
     connections = [Connection(descriptor) for descriptor in descriptors]
     for connection in connections:
         if os.fork() == 0:

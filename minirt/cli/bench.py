@@ -182,7 +182,7 @@ def _run(
 
     quiet, sampling = options["quiet"], _sampling(options)  # here, so that a bad value fails before anything is loaded
     progress, device, name = progress_of(options), pick_device(options["device"]), shared.model_name(options, quiet)
-    load = shared.to_load_options(options, name, prefix_cache=False)  # repeats would measure the cache
+    load = shared.for_measuring(shared.to_load_options(options, name, prefix_cache=False))  # repeats would measure the cache
     planned, ceiling, products = plan_model(load), None, None
     if roofline:
         ceiling = read_ceiling(device)
@@ -193,7 +193,7 @@ def _run(
     correctness: dict[str, Any] = {"checked": False, "why": why}
     if why is None:
         progress("comparing with the eager layers first: --skip-check leaves this out")
-        with shared.open_generator(replace(load, impl="eager", warmup=False), quiet) as eager:
+        with shared.open_generator(replace(load, impl="eager", warm_up="none"), quiet) as eager:
             reference = checking.reference(eager, check(eager))
     forget_peak_memory(device)
     with shared.open_generator(load, quiet) as generator:

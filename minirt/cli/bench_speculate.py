@@ -47,7 +47,7 @@ def speculate(
     params = SamplingParams(max_tokens=max_tokens, temperature=0, seed=0)
     lines = read_prompt_lines(read_file(prompts, "--prompts"), shown_name(prompts), params)
     name = shared.model_name(options, options["quiet"])
-    load = shared.to_load_options(options, name, prefix_cache=False)  # repeats would measure the cache
+    load = shared.for_measuring(shared.to_load_options(options, name, prefix_cache=False))  # repeats would measure the cache
     load = load if load.speculative else replace(load, speculative=SpeculativeOptions())
     progress, quiet = progress_of(options), options["quiet"]
     with shared.open_generator(load, quiet) as generator:

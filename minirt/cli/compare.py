@@ -86,7 +86,7 @@ def compare(ctx: click.Context, layer: str | None, everything: bool, **options: 
         progress(f"{NO_SPEED}; one layer takes seconds.")
     ceiling = read_ceiling(device) if cuda else None
     # Each compared step has its own KV cache.
-    load = shared.to_load_options(options, name, impl="eager", max_num_seqs=1, kv_cache_memory=256 << 20, warmup=False)
+    load = shared.to_load_options(options, name, impl="eager", max_num_seqs=1, kv_cache_memory=256 << 20, warm_up="none")
     with shared.open_generator(load, quiet) as generator:
         model: Any = generator.model  # its layers are bound anew; the generator itself is not used from here on
         defaults = {option: on_gpu if cuda else on_cpu for option, (on_gpu, on_cpu) in _LENGTHS.items()}

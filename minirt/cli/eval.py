@@ -92,7 +92,7 @@ def fp8_command(file: str, num_tokens: int | None, output_format: str, quiet: bo
     from minirt.bench.fp8_error import format_errors, table
     from minirt.bench.report import as_text
 
-    load = shared.to_load_options(options, name, impl="eager", max_num_seqs=1, kv_cache_memory=_PAGES, warmup=False)
+    load = shared.to_load_options(options, name, impl="eager", max_num_seqs=1, kv_cache_memory=_PAGES, warm_up="none")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "on a CPU, quantized weights")  # the command is about errors, not speed
         with shared.open_generator(load, quiet) as plain:

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -252,6 +253,11 @@ def to_load_options(options: dict[str, Any], name: str, **changes: Any) -> "Load
     return LoadOptions(**load_arguments(options, name, **changes))
 
 
+def for_measuring(load: "LoadOptions") -> "LoadOptions":
+    """Options with a full warm-up in place of a lazy one, which would go on between the steps that are measured."""
+    return replace(load, warm_up="full") if load.warm_up == "lazy" else load
+
+
 def load_arguments(options: dict[str, Any], name: str, **changes: Any) -> dict[str, Any]:
     """The arguments of `LoadOptions`, as `to_load_options` takes them from the parsed options. Imports no torch."""
     chosen = given(LoadOptions, options) | {"model": name, "quantization": quantization(options)}
@@ -288,6 +294,9 @@ def open_model(options: dict[str, Any], quiet: bool, prompts: Sequence[str] = ()
     """
     warm = [(name, read_text(name, "--warm-prompt")) for name in options.get("warm_prompts") or ()]
     name = model_name(options, quiet)
+    from minirt.head_start import head_start
+
+    head_start(load_arguments(options, name))
     load = to_load_options(options, name)
     if load.random_weights:
         from minirt.loading.load import find

@@ -120,7 +120,7 @@ def _step_clock(load: "LoadOptions", stack: ExitStack, progress: Callable[[str],
         from minirt.generator import Generator
 
         progress(f"loading {load.model} with random weights: to confirm the finalists in whole steps")
-        small = replace(load, random_weights=True, warmup=False, max_num_seqs=1, kv_cache_memory=_PAGES)
+        small = replace(load, random_weights=True, warm_up="none", max_num_seqs=1, kv_cache_memory=_PAGES)
         return Steps(stack.enter_context(Generator.from_pretrained(small)).model)
 
     return lambda case, configs: steps().seconds(case, configs)

@@ -46,6 +46,16 @@ class Bucket(NamedTuple):
         """Whether each sequence has one token."""
         return not self.tokens and not self.drafts
 
+    @property
+    def cost(self) -> tuple[int, int]:
+        """By which buckets that serve the same step are compared."""
+        return self.num_tokens, self.seqs
+
+    def serves(self, other: "Bucket") -> bool:
+        """Whether steps of another bucket may be padded to this one."""
+        same_kind = (self.tokens > 0, self.drafts) == (other.tokens > 0, other.drafts)
+        return same_kind and self.seqs >= other.seqs and self.tokens >= other.tokens and self.short <= other.short
+
 
 def batch_bucket(count: int) -> int:
     """The bucket of `count` sequences. Each number up to 8 has one, because a mixture reads experts for padding, too. Further

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -40,6 +41,11 @@ from minirt.errors import (
 )
 from minirt.progress import LoadProgress
 from minirt.step.kv_cache import KVCache
+
+if TYPE_CHECKING:  # it imports Triton's tables, which other layers do not need
+    from minirt.engine.warmup.warm_up import WarmUp
+
+_WAIT_S = 0.005  # for compilers, while there are no requests
 
 
 class DeviceErrors:
@@ -101,6 +107,7 @@ class Engine:
         self._compiling = CompilingRequests(constraints)
         self._collector = Collector(self._scheduler, self._requests, constraints, vocab_size)
         self._device_errors = DeviceErrors()
+        self._warm_up: WarmUp | None = None
         self._device = device
         self._peak_memory: int | None = None  # on a GPU; asking takes up to 76 µs, so it is not done when a request ends
 
@@ -140,6 +147,7 @@ class Engine:
             prefix_cache_queries=cached.queries if cached else 0, prefix_cache_hits=cached.hits if cached else 0,
             prefix_cache_recomputed=cached.recomputed if cached and self.keeps_states else None,
             generation_tokens=self._collector.num_generated, drafts=DraftStats() if drafts is None else drafts.stats,
+            num_graphs_to_capture=0 if self._warm_up is None else self._warm_up.remaining,
         )  # fmt: skip
 
     def peak_memory(self) -> int:
@@ -160,12 +168,34 @@ class Engine:
         sequence = self._requests.get(request_id)
         return 0 if sequence is None else len(sequence.tokens) - sequence.prompt_len
 
-    def warm_up(self, progress: LoadProgress | None = None) -> None:
-        """Compile every kernel and capture every CUDA graph that a step can need. Without this, it happens at first use."""
-        from minirt.engine.warmup.warm_up import warm_up
+    def warm_up(self, progress: LoadProgress | None = None, *, lazy: bool = False) -> None:
+        """Compile the kernels and capture the CUDA graphs that steps need; see `WarmUp`. Without this, it happens at first use.
 
-        prompt_time, step_times = warm_up(self._runner, progress)
+        `lazy`: do a part of it later, between steps, and in `continue_warm_up`.
+        """
+        from minirt.engine.warmup.warm_up import WarmUp
+
+        self._warm_up = WarmUp(self._runner, lazy=lazy, progress=progress)
+        prompt_time, step_times = self._warm_up.start()
+        self._scheduler.most_tokens = self._warm_up.most_tokens
         self._scheduler.use_times(prompt_time, step_times if self._adaptive_drafts else None)
+
+    @property
+    def warming_up(self) -> bool:
+        """Whether a part of the warm-up is left."""
+        return self._warm_up is not None and self._warm_up.remaining > 0
+
+    def continue_warm_up(self) -> None:
+        """Do a piece of the warm-up that is left, or wait a moment for compilers, while there are no requests."""
+        with self._device_errors:
+            if self._warm_up is not None and self._warm_up.remaining:
+                self._warm_up.advance(_WAIT_S)
+                self._scheduler.most_tokens = self._warm_up.most_tokens
+
+    def close(self) -> None:
+        """End what runs beside the steps."""
+        if self._warm_up is not None:
+            self._warm_up.close()
 
     def add(self, request: Request) -> None:
         """Queue a request that has passed `checks`."""
@@ -235,6 +265,9 @@ class Engine:
             outputs += self._collect_to(0 if scheduled is None else self._lookahead, deliver)
             if self._compiling and scheduled is None and not outputs:
                 self._compiling.wait()
+            if self._warm_up is not None and self._warm_up.remaining:
+                self._warm_up.after_step(len(self._scheduler.running))
+                self._scheduler.most_tokens = self._warm_up.most_tokens
             return outputs
 
     def _refuse(self) -> list[TokenOutput]:

@@ -110,6 +110,10 @@ class EngineThread:
         if self._thread is not None and self._ended is None and not self._sinks:
             self._inbox.put(_WAKE)
 
+    def start(self) -> None:
+        """Start the thread, for the work that the engine has without requests."""
+        self._put(_WAKE)
+
     def submit(self, requests: Sequence[Request], sink: Sink) -> None:
         """See `Port`. The requests must have passed `check`. The sink's `put` runs in the engine's thread, once a step."""
 
@@ -232,13 +236,15 @@ class EngineThread:
     def _loop(self) -> None:
         engine = self.engine
         while self._take_commands(engine):
-            if engine.has_work and (rest := engine.step(self._sinks.deliver)):
+            if not engine.has_work and engine.warming_up:
+                engine.continue_warm_up()
+            elif engine.has_work and (rest := engine.step(self._sinks.deliver)):
                 self._sinks.deliver(rest)
             self._fruitless = 0
 
     def _take_commands(self, engine: Engine) -> bool:
         """Carry out the commands in the inbox. Waits for a command if there is nothing else to do. Returns False at a stop."""
-        wait = not self._commands and not engine.has_work
+        wait = not self._commands and not engine.has_work and not engine.warming_up
         while wait or not self._inbox.empty():
             self._commands.append(self._inbox.get())  # in one line, so that an exception loses no command
             wait = False
@@ -273,7 +279,9 @@ class EngineThread:
     def _end(self, reason: EngineError | DeviceFailedError) -> None:
         """End all requests and commands with an error, and drop the engine."""
         with self._lock:  # no command is accepted from here on
-            self._ended, self._engine = reason, None
+            engine, self._engine, self._ended = self._engine, None, reason
+        if engine is not None:
+            engine.close()
         atexit.unregister(self.stop)
         while not self._inbox.empty():
             self._commands.append(self._inbox.get())

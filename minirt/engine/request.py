@@ -122,6 +122,7 @@ class EngineStats(NamedTuple):
         generation_tokens: generated tokens, those of requests that still run included.
         drafts: counters of speculative decoding; zeros without it.
         prefix_cache_recomputed: see `PrefixCacheStats`; None: no states are kept.
+        num_graphs_to_capture: CUDA graphs that warm-up has still to capture; until then, some steps are padded to larger ones.
     """
 
     num_running: int = 0
@@ -133,3 +134,4 @@ class EngineStats(NamedTuple):
     generation_tokens: int = 0
     drafts: DraftStats = DraftStats()
     prefix_cache_recomputed: int | None = None
+    num_graphs_to_capture: int = 0

@@ -8,7 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -491,13 +493,7 @@ def load(options: LoadOptions, progress: LoadProgress | None = None) -> LoadedMo
     """
     device = pick_device(options.device)
     set_threads(options.threads)
-    if options.kernel_cache is not None:
-        if device.type == "cuda":
-            from minirt.kernels.compile.kernel_folder import take_kernels
-
-            take_kernels(Path(options.kernel_cache), device)
-        else:
-            warn(f"--kernel-cache has no effect: the device is {device}")
+    _prepare_kernels(options, device)
     bars = progress is not None and sys.stderr.isatty()
     source = find(options.model, options.revision, need_weights=not options.random_weights, progress=bars)
     files, entries, settled = source.files, None, None
@@ -536,6 +532,19 @@ def load(options: LoadOptions, progress: LoadProgress | None = None) -> LoadedMo
     generation_config = files.generation_config if files else None
     eos = eos_token_ids(generation_config, dict(models.decoder_fields(files.config)) if files else {}, tokenizer)
     return LoadedModel(model, tokenizer, generation_config, known_end_ids(eos, config), bytes_read, unused)
+
+
+def _prepare_kernels(options: LoadOptions, device: torch.device) -> None:
+    """What kernels need that does not depend on the model."""
+    if device.type == "cuda" and options.impl != "eager" and find_spec("triton") is not None:
+        from minirt.kernels.compile.kernel_folder import take_kernels
+        from minirt.kernels.compile.processes import hash_triton
+
+        Thread(target=hash_triton, daemon=True).start()
+        if options.kernel_cache is not None:
+            take_kernels(Path(options.kernel_cache), device)
+    elif options.kernel_cache is not None:
+        warn(f"--kernel-cache has no effect: no layer runs on Triton on {device}")
 
 
 def check_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig) -> None:

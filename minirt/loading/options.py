@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from minirt.errors import ConfigError, InputError, MinirtError, inside, quoted
 from minirt.sampling_params import OF_SAMPLING
-from minirt.settings import Integer, Number, Settings, setting, settings_of
+from minirt.settings import Integer, Number, Settings, one_of, setting, settings_of
 from minirt.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 EMBEDDED = "embedded"  # the name of the model that is part of the package
 OF_GENERATE = {name: f"generate takes {hint}" for name, hint in OF_SAMPLING.items()}
+_WARM_UPS = ("lazy", "full", "none")
 _COUNT = Integer(1, 1 << 20, text=f"an integer from 1 to {1 << 20}")  # sequences and tokens of a step: kernels have 32 bits
 
 
@@ -130,10 +131,11 @@ class LoadOptions(Settings):
     threads: int | None = setting(
         "CPU threads. Default: OMP_NUM_THREADS, or the CPUs that this process may use (affinity and cgroup quota).", scope="load",
         details="They are those of the whole process, except of generators that exist.", elsewhere={"llama.cpp": "n_threads"})
-    warmup: bool = setting(
-        "On a GPU: compile every kernel and capture every CUDA graph before loading returns.", True, scope="load",
-        option_help="On a GPU: no warm-up at load. Loading is faster; kernels are compiled and CUDA graphs captured at their "
-        "first use.")
+    warm_up: str = setting(
+        "On a GPU: which kernels are compiled and which CUDA graphs captured before loading returns. lazy: those that a prompt "
+        "and a decode step need, the others while nothing runs and between steps. full: all. none: none, but each at its first "
+        "use.", "lazy", kind=_WARM_UPS, check=one_of(*_WARM_UPS), short={"--no-warmup": "none"}, scope="load",
+        details="With drafts or without CUDA graphs, lazy is full. Benchmarks use full.")
     kernel_cache: str | Path | None = setting(
         "On a GPU: a folder that `minirt compile` has made for this GPU, so that no kernel is compiled at the start.",
         metavar="FOLDER", scope="load")

@@ -11,7 +11,7 @@ import torch
 from minirt.device import AbsentGPU
 from minirt.engine.execute.runner import Runner
 from minirt.engine.limits import EngineLimits
-from minirt.engine.warmup.warm_up import launch_all
+from minirt.engine.warmup.warm_up import first_launches, other_launches
 from minirt.errors import UnsupportedError
 from minirt.kernels.compile.absent_gpu import compile_listed, listed_kernels
 from minirt.kernels.compile.kernel_folder import describe, mark
@@ -40,7 +40,9 @@ def planned_kernels(options: LoadOptions, gpu: AbsentGPU) -> list[CompileRequest
             model.cache_specs, memory.pages, device, model.kv_dtype, num_slots=limits.max_num_seqs,
             num_snapshots=memory.snapshots,
         )  # fmt: skip
-        launch_all(Runner(model, cache, device, limits, vocab_size=vocab, cuda_graphs=cuda_graphs), model)
+        runner = Runner(model, cache, device, limits, vocab_size=vocab, cuda_graphs=cuda_graphs)
+        for launch in (*first_launches(runner, model), *other_launches(runner, model)):
+            launch()
     return kernels
 
 

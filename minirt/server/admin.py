@@ -6,6 +6,7 @@ from typing import Any
 
 import minirt
 from minirt.errors import MinirtError
+from minirt.server.errors import HTTPError
 from minirt.server.exchange import Exchange
 from minirt.server.front import Front
 from minirt.server.metrics import CONTENT_TYPE
@@ -36,6 +37,16 @@ async def health(front: Front, exchange: Exchange) -> None:
     """200 while the server takes requests, else 503."""
     front.check_ready()
     await exchange.answer(b"", content_type=b"text/plain")
+
+
+async def ready(front: Front, exchange: Exchange) -> dict[str, Any]:
+    """As `health`, with what warm-up has still to do. It answers between two steps of the engine."""
+    front.check_ready()
+    try:
+        stats = (await asyncio.wait_for(front.engine.ask(), _STATS_SECONDS)).stats
+    except TimeoutError as error:
+        raise HTTPError(503, f"the engine has not answered for {_STATS_SECONDS} seconds") from error
+    return {"status": front.state, "graphs_to_capture": stats.num_graphs_to_capture}
 
 
 async def version(front: Front, exchange: Exchange) -> dict[str, str]:
@@ -76,6 +87,7 @@ async def model_info(front: Front, exchange: Exchange) -> dict[str, Any]:
 
 ROUTES = {
     "GET /v1/models": models, f"GET {_MODELS}*": model, "GET /version": version, "GET /metrics": metrics, "GET /load": load,
+    "GET /ready": ready,
     **dict.fromkeys(("GET /health", "GET /ping", "POST /ping"), health),
     **dict.fromkeys(("GET /server_info", "GET /get_server_info"), server_info),
     **dict.fromkeys(("GET /model_info", "GET /get_model_info"), model_info),

@@ -26,8 +26,8 @@ _GENERATE: Mapping[str, Handler] = {**chat.ROUTES, **completions.ROUTES, **respo
 ROUTES: Mapping[str, Handler] = {**_GENERATE, **responses.STORED, **tokenization.ROUTES, **admin.ROUTES, **page.ROUTES}
 # First words of paths of OpenAI and vLLM that do something else than generate text, though some are spelled like a path here.
 _NOT_TEXT = ("audio", "batches", "classify", "embeddings", "files", "images", "moderations", "pooling", "rerank", "score")
-_PUBLIC = ("/", "/health", "/ping")  # paths that need no API key
-_QUIET = ("/health", "/ping", "/metrics")  # paths without a line in the log, because they are polled
+_PUBLIC = ("/", "/health", "/ping", "/ready")  # paths that need no API key
+_QUIET = ("/health", "/ping", "/ready", "/metrics")  # paths without a line in the log, because they are polled
 
 
 class App:

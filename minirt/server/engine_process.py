@@ -13,12 +13,11 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minirt.engine.request import Request, TokenOutput
 from minirt.errors import DeviceFailedError, inside, printable
-from minirt.generator import Generator
-from minirt.loading.load import find
+from minirt.head_start import head_start
 from minirt.loading.options import LoadOptions
 from minirt.progress import load_bars
 from minirt.server import wire
@@ -26,6 +25,9 @@ from minirt.server.errors import named
 from minirt.sizes import format_size
 from minirt.user_code import import_file
 from minirt.wording import command_line
+
+if TYPE_CHECKING:
+    from minirt.generator import Generator
 
 _READ = 1 << 20
 
@@ -77,7 +79,11 @@ def main(descriptor: int) -> int:
     return 0
 
 
-def _load(connection: _Connection, start: wire.Start) -> Generator:
+def _load(connection: _Connection, start: wire.Start) -> "Generator":
+    head_start(start.options)
+    from minirt.generator import Generator
+    from minirt.loading.load import find
+
     for file in start.imports:
         import_file(file)
     options = LoadOptions(**start.options)
@@ -108,7 +114,7 @@ def _load(connection: _Connection, start: wire.Start) -> Generator:
 class _Server:
     """Carries out the front's messages on a generator's engine, and is the sink of all requests."""
 
-    def __init__(self, connection: _Connection, generator: Generator) -> None:
+    def __init__(self, connection: _Connection, generator: "Generator") -> None:
         self._connection, self._thread = connection, generator._engine
 
     def handle(self, message: wire.Submit | wire.Abort | wire.Ask) -> None:

@@ -660,7 +660,7 @@ def test_plan_of_a_hybrid_and_of_an_fp8_release(run):
 
 
 # For each option of loading that `plan` does not have: another value than the default.
-OTHER = {"max_step_ms": 5.0, "max_waiting": 3, "threads": 2, "random_weights": True, "check_weights": True, "no_warmup": True,
+OTHER = {"max_step_ms": 5.0, "max_waiting": 3, "threads": 2, "random_weights": True, "check_weights": True, "warm_up": "full",
          "kernel_cache": "folder"}  # fmt: skip
 
 

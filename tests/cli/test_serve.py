@@ -31,7 +31,7 @@ def test_the_options_of_the_command_line(call):
     assert (code, out, err) == (0, "", "")
     assert (server.model, port, host, server.names, server.api_keys) == ("m", 0, "::1", ("a", "b"), ("k",))
     assert (server.drain_timeout, server.request_timeout, server.allowed_origins, server.quiet) == (3, 1.5, ("*",), True)
-    assert load.items() >= {"model": "m", "quantization": "fp8", "max_num_seqs": 9, "prefix_cache": False, "warmup": True}.items()
+    assert load.items() >= {"model": "m", "quantization": "fp8", "max_num_seqs": 9, "prefix_cache": False}.items()
 
 
 def test_warm_prompts_are_read_at_once(call, tmp_path):

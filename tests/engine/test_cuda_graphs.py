@@ -5,7 +5,7 @@ PyTorch's default mode, "global", all threads are restricted.
 """
 
 import threading
-from contextlib import nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -18,21 +18,32 @@ DEVICE = torch.device("cuda", 0)
 
 def test_captures_restrict_only_their_own_thread(monkeypatch):
     """Each capture is on one stream of the model's device. All share the memory pool of the first one."""
-    captures, inside = [], []
+    calls = []
 
-    def capture(graph, **options):
-        captures.append(options)
-        return nullcontext()
+    @contextmanager
+    def on(stream):
+        calls.append(stream)
+        yield
+        calls.append("off")
+
+    def graph():
+        return SimpleNamespace(
+            pool=lambda: "the first pool", capture_end=lambda: calls.append("end"),
+            capture_begin=lambda pool, capture_error_mode: calls.append((pool, capture_error_mode)),
+        )  # fmt: skip
 
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: ("stream of", device))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: "the first pool"))
-    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
     graphs = CudaGraphs(DEVICE)
     for size in (1, 2):
-        graphs.capture(size, lambda: inside.append(len(captures)))
-    same = {"stream": ("stream of", DEVICE), "capture_error_mode": "thread_local"}
-    assert captures == [same | {"pool": None}, same | {"pool": "the first pool"}]
-    assert inside == [1, 2], "the work runs within the capture"
+        graphs.capture(size, lambda: calls.append("work"))
+    with pytest.raises(KeyError, match="of the work"):
+        graphs.capture(3, lambda: {}["of the work"])
+    stream, mode = ("stream of", DEVICE), "thread_local"
+    captures = [[stream, (pool, mode), "work", "end", "off"] for pool in (None, "the first pool")]
+    assert calls == [*captures[0], *captures[1], stream, ("the first pool", mode), "end"], "each ends, also after an error"
+    assert (2 in graphs, 3 in graphs) == (True, False)
 
 
 @pytest.mark.gpu

@@ -71,7 +71,7 @@ def test_undisturbed_tokens_in_fp32(cpu, requests, aborts, pages, seqs, budget):
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def gpu(request, smollm2):
     options = {"dtype": request.param, "impl": "triton", "kv_cache_memory": 1 << 28, "max_model_len": 256}
-    with Generator.from_pretrained(smollm2, warmup=False, **options) as generator:
+    with Generator.from_pretrained(smollm2, warm_up="none", **options) as generator:
         params = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
         yield generator._model, [generator.generate(prompt(n), params).token_ids for n in LENGTHS]
 

@@ -193,7 +193,7 @@ def test_memory_that_runs_out_in_a_step():
         return forward
 
     impl = ["triton", "layers.1.mlp=greedy_for_memory"]
-    with Generator.from_pretrained(dtype="bfloat16", impl=impl, kv_cache_memory=1 << 28, warmup=False) as generator:
+    with Generator.from_pretrained(dtype="bfloat16", impl=impl, kv_cache_memory=1 << 28, warm_up="none") as generator:
         params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
         expected = generator.generate([1, 2, 3], params).token_ids
         with pytest.raises(OutOfMemoryError, match=r"a step of one token.*CUDA out of memory"):
@@ -212,7 +212,7 @@ def test_a_slow_gpu_changes_no_token(monkeypatch):
     params = [SamplingParams(max_tokens=draw.randrange(3, 25), temperature=0.0, ignore_eos=True, **kind) for kind in kinds]
     for i, kind in ((4, {}), (7, {"presence_penalty": 0.5, "logprobs": 1})):
         params[i] = SamplingParams(max_tokens=20, temperature=0.0, structured_outputs={"regex": "([a-z]+[0-9]){9}"}, **kind)
-    options = {"dtype": "float32", "impl": "triton", "kv_cache_memory": 1 << 28, "warmup": False}
+    options = {"dtype": "float32", "impl": "triton", "kv_cache_memory": 1 << 28, "warm_up": "none"}
     with Generator.from_pretrained(**options) as generator:
         expected = [generator.generate(p, own).token_ids for p, own in zip(prompts, params, strict=True)]
     start = Runner.start

@@ -1,10 +1,8 @@
 """What warming up runs. Catches prompts beyond the model's positions (the rope table ends there) or the cache's pages, a regime
 of the kernels that no step of the warm-up reaches, and a layer of another form than the others that is not compiled."""
 
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import combinations
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,7 +33,6 @@ from minirt.layers import base
 from minirt.modeling.formats import QuantizedToFp8
 from minirt.modeling.model import Model
 from minirt.models import raw_configs
-from minirt.progress import COMPILING
 from minirt.sampling_params import FILTERS
 from minirt.step.batch import Batch, Chunk
 from minirt.step.kv_cache import KVCache, PagesSpec
@@ -230,32 +227,6 @@ def test_every_step_finds_its_graph(seqs, budget, most):
     assert middle == Bucket(1, 16, short=True), "a chunk of one token that ends nothing is no decode row"
     scored = StepPlan(PlannedSequences.of([(0, -1, 2, 1, 0, 2)]), scored=(Scored(0, 1, None, 0),))
     assert buckets.find(scored) is None
-
-
-def test_stages_of_a_warm_up(monkeypatch):
-    """A user is told that kernels are compiled only if they are. Emulates the compilation; there is no GPU."""
-    calls = []
-
-    @contextmanager
-    def compile_ahead(device, progress):
-        yield
-        for step in ((1, 3, False), (2, 3, True), (3, 3, True)):
-            progress(*step)
-
-    monkeypatch.setattr("minirt.kernels.compile.ahead_of_time.compile_ahead", compile_ahead)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    buckets = SimpleNamespace(all=lambda: [Bucket(1), Bucket(1, 16)])
-    model = object.__new__(Model)
-    model.row_maxima_tiles = lambda rows: 0
-    for name in ("launch_all", "_reserve", "_measure_prompts", "on_device"):
-        monkeypatch.setattr(warm_up, name, lambda *_: nullcontext())
-    own = SimpleNamespace(
-        model=model, graphs=SimpleNamespace(buckets=buckets, capture=lambda _: None), device=torch.device("cuda"),
-        buffers=SimpleNamespace(row_maxima_of=lambda *_: None), limits=EngineLimits(64),
-    )  # fmt: skip
-    warm_up.warm_up(own, lambda *step: calls.append(step))
-    kernels = [("kernels", 1, 3), (COMPILING, 2, 3), (COMPILING, 3, 3)]
-    assert calls == [*kernels, ("CUDA graphs", 1, 2), ("CUDA graphs", 2, 2)]
 
 
 @pytest.mark.parametrize(("seqs", "drafts"), [(1, 0), (3, 2), (5, 7)])

@@ -37,7 +37,7 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
 }  # fmt: skip
 
 
-logits = partial(checkpoints.logits, warmup=False)
+logits = partial(checkpoints.logits, warm_up="none")
 
 
 @pytest.mark.parametrize("name", CASES)

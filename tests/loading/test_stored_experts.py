@@ -126,7 +126,7 @@ def test_fp8_blocks(family, g, mixture, tmp_path):
                 assert torch.equal(reference.dequantize_fp8(weight[e], scale[e], torch.float64), exact)
         expected, alone = generator.logits(TOKENS), generator.logits(TOKENS[:1])
     if family == "qwen2-moe":  # with a shared expert
-        with load(written.folder, impl=["eager", "*.moe=triton"], warmup=False) as generator:
+        with load(written.folder, impl=["eager", "*.moe=triton"], warm_up="none") as generator:
             assert {row.implementation for row in generator.plan.rows if row.kind == "moe"} == {"triton"}
             assert distance(generator.logits(TOKENS[:1]), alone) < 1e-5
             assert distance(generator.logits(TOKENS), expected) < 1e-2

@@ -120,7 +120,7 @@ def test_only_triton_computes_mixtures(quantization, hf_folder):
 
 def test_the_profiler_test_can_fail():
     impl = ["triton", "layers.3.mlp=eager"]
-    with Generator.from_pretrained(dtype="bfloat16", impl=impl, kv_cache_memory=1 << 28, warmup=False) as generator:
+    with Generator.from_pretrained(dtype="bfloat16", impl=impl, kv_cache_memory=1 << 28, warm_up="none") as generator:
         names = kernel_names(lambda: generator.generate([5, 6, 7], SamplingParams(max_tokens=3)))
     assert names - triton_kernel_names()
 
@@ -133,7 +133,7 @@ def forced(smollm2):
     def logits(impl, dtype="bfloat16"):
         key = (str(impl), dtype)
         if key not in results:
-            options = {"dtype": dtype, "impl": impl, "kv_cache_memory": 1 << 28, "warmup": False}
+            options = {"dtype": dtype, "impl": impl, "kv_cache_memory": 1 << 28, "warm_up": "none"}
             with Generator.from_pretrained(smollm2, **options) as generator:
                 results[key] = generator.logits(list(range(100, 400)))
         return results[key]

@@ -200,7 +200,7 @@ def test_a_model_without_a_prefix_cache_says_so(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Catches a prefix cache that is left out without a word, and memory that the plan does not count."""
-    options: dict[str, Any] = {"device": DEVICE, "kv_cache_memory": 1 << 24, "warmup": False, "max_num_seqs": 3}
+    options: dict[str, Any] = {"device": DEVICE, "kv_cache_memory": 1 << 24, "warm_up": "none", "max_num_seqs": 3}
     with Generator.from_pretrained(folders["2-to-1"], state_cache_memory=0, **options) as generator:
         assert generator.prefix_cache_stats is None
         assert "no prefix cache" in load_summary(generator)

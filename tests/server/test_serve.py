@@ -214,6 +214,7 @@ def test_what_clients_and_routers_ask(tiny, generator, folder):
     assert [(own.id, own.max_model_len) for own in models.list()] == [("tiny", generator.max_len)]
     assert models.retrieve("tiny").id == "tiny"
     assert tiny.request("GET", "/v1/models/other")[0] == 404
+    assert json.loads(tiny.request("GET", "/ready")[2]) == {"status": "ready", "graphs_to_capture": 0}
     for path in ("/health", "/ping", "/version", "/load", "/server_info", "/get_server_info", "/model_info", "/get_model_info"):
         assert tiny.request("GET", path)[0] == 200, path
     assert tiny.request("HEAD", "/health")[0] == 200

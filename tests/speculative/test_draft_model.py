@@ -218,7 +218,7 @@ def test_on_a_gpu(graphs: bool, tmp_path: Path) -> None:
     """The same text in fp32, with CUDA graphs and without; drafts are the reference's."""
     make(tmp_path, head_dim=64, linear_key_head_dim=64, linear_value_head_dim=64)
     reference, texts, params = Reference(tmp_path, agree(tmp_path, 0.12)), prompts(9, 64, 1, 100), greedy(40)
-    options: dict[str, Any] = {"device": "cuda", "impl": "triton", "cuda_graphs": graphs, "warmup": graphs}
+    options: dict[str, Any] = {"device": "cuda", "impl": "triton", "cuda_graphs": graphs, "warm_up": "full" if graphs else "none"}
     with load(tmp_path, lookahead=1, **options) as generator:
         expected = [done.token_ids for done in generator.generate(texts, params)]
     with load(tmp_path, mtp(), lookahead=1, **options) as generator:

@@ -74,9 +74,14 @@ class CudaGraphs:
         `roots`: of the tensors that they use, for `GraphGuard`.
         """
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use other streams during the capture.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            work()
+        # Not `torch.cuda.graph`, which waits for the GPU and frees cached memory: steps may be running. Other threads may use
+        # other streams during the capture.
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
         self._pool = self._pool or graph.pool()
         self._graphs[key] = graph
         if GUARDED and roots is not None:

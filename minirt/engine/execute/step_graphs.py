@@ -1,9 +1,11 @@
 """`StepGraphs`: steps over static buffers, padded to buckets. On a GPU each is captured as a CUDA graph."""
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from warnings import catch_warnings, simplefilter
 
 from minirt.engine.buckets import Bucket, Buckets, drafts_to_propose
 from minirt.engine.execute.cuda_graphs import CudaGraphs
@@ -26,21 +28,27 @@ class StepGraphs:
     Attributes:
         buckets: those that have a CUDA graph; None: no step has.
         captured: the CUDA graphs, by bucket; None: no step has one.
+        later: the buckets that warm-up has still to capture.
     """
 
     def __init__(self, runner: "Runner", buckets: Buckets | None) -> None:
         self._runner, self.buckets = runner, buckets
         self.captured = None if buckets is None else CudaGraphs(runner.device)
+        self.later = deque[Bucket]()
         self._static: dict[Bucket, tuple[StepView, Batch]] = {}
 
     def find_or_capture(self, plan: StepPlan) -> Bucket | None:
-        """The bucket of a step, captured if it was not; None: the step has no CUDA graph."""
+        """The bucket of a step, captured if it was not, or a larger one while warm-up captures them; None: the step has no CUDA
+        graph."""
         if self.captured is None or self.buckets is None:
             return None
         bucket = self.buckets.find(plan)
-        if bucket is not None and bucket not in self.captured:
-            self.dry_run(bucket)
-            self.capture(bucket)
+        if bucket is None or bucket in self.captured:
+            return bucket
+        if self.later:
+            return min((b for b in self._static if b in self.captured and b.serves(bucket)), key=lambda b: b.cost, default=None)
+        self.dry_run(bucket)
+        self.capture(bucket)
         return bucket
 
     def replay(self, bucket: Bucket) -> Batch:
@@ -93,6 +101,15 @@ class StepGraphs:
         self.captured.capture(bucket, work, roots)
         if (draft := self.proposing(bucket, batch)) is not None:
             self.captured.capture((_DRAFTS, bucket), draft, roots)
+
+    def reserve(self, bucket: Bucket) -> None:
+        """Have the memory pool of the CUDA graphs keep what a bucket needs, that is what all smaller ones need."""
+        if self.captured is not None:
+            from minirt.kernels.compile.ahead_of_time import without_launches
+
+            with without_launches(self._runner.device), catch_warnings():
+                simplefilter("ignore")  # PyTorch warns of a CUDA graph without kernels
+                self.captured.capture("reserved", partial(self._runner.model, self.static(bucket)[1], self._runner.cache))
 
     def dry_run(self, bucket: Bucket) -> None:
         """Run one layer of each kind over a static batch, on padding."""

@@ -189,6 +189,7 @@ class Scheduler:
         waiting, running: the sequences; those that run by id, in the order of admission.
         draft_lengths: None: there are no drafts.
         tokens_done: number of tokens of all steps.
+        most_tokens: of a step while kernels for larger ones are compiled; None: as `limits` says.
     """
 
     def __init__(self, cache: KVCache, limits: EngineLimits, vocab_size: int, *, prefix_cache: bool = True) -> None:
@@ -203,6 +204,7 @@ class Scheduler:
             self.prefix_cache = self._states
         # The token limit of a step, lowered when memory runs out and doubled after `_until_larger` steps; those since then.
         self._limit_tokens, self._steps_since, self._until_larger = limits.max_num_batched_tokens, 0, STEPS_UNTIL_LARGER
+        self.most_tokens: int | None = None
         self._most_rows = limits.max_logits_rows
         self._most_splits = MAX_SHARING * (cache.capacity // KV_SPLIT)  # see `max_splits`
         self._prompt_time: PromptTime | None = None  # None: steps have no limit of time
@@ -348,7 +350,7 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """The sequences of the next step, with their pages reserved. None if there is nothing to compute (yet)."""
-        preemptions, limit = self.num_preemptions, self._limit_tokens
+        preemptions, limit = self.num_preemptions, min(self._limit_tokens, self.most_tokens or self._limit_tokens)
         admits = bool(self.waiting) and len(self.running) < self.limits.max_num_seqs
         rows = self._most_rows - len(self.running)  # beside one draw of each running sequence
         slots, counts, lens = self._schedule_decoding(limit, self._most_splits, rows - int(admits))

@@ -3,11 +3,16 @@
 The sizes follow from the regimes that the kernels' dispatch modules declare; nothing here restates them.
 """
 
+from minirt.engine.buckets import Bucket, Buckets, batch_bucket, token_bucket
 from minirt.engine.limits import EngineLimits
 from minirt.kernels.attention.limits import KV_SPLIT, MAX_WIDENED_TOKENS
 from minirt.kernels.regimes import operations, paired_operations, representatives
 from minirt.step.batch import Chunk
 from minirt.step.kv_cache import PAGE_SIZE
+
+# Sizes of the CUDA graphs that are captured first: sequences of decode steps, and tokens of steps with prompts. 384 is below the
+# kernel for long prompts, which takes longest to compile (5 s).
+_MIDDLE_SEQS, _FEW_TOKENS, MIDDLE_TOKENS = 64, 64, 384
 
 
 def warm_up_steps(limits: EngineLimits) -> list[list[Chunk]]:
@@ -36,6 +41,25 @@ def warm_up_steps(limits: EngineLimits) -> list[list[Chunk]]:
     for count in representatives(scored, operations("tokens"), _small):
         steps.append([Chunk([0] * count, 0, range(count), num_logits=count)])
     return sorted(steps, key=lambda chunks: (sum(c.num_logits for c in chunks), sum(len(c.tokens) for c in chunks)), reverse=True)
+
+
+def largest_prompts(limits: EngineLimits) -> list[Chunk]:
+    """Prompts that launch the kernels of the steps with most tokens."""
+    return _prompts(representatives(limits.max_num_batched_tokens, operations("tokens"), _small)[-1], limits.max_model_len)
+
+
+def first_buckets(buckets: Buckets) -> list[Bucket]:
+    """The buckets whose CUDA graphs are captured first, largest first. Decode steps, and others of at most `MIDDLE_TOKENS`
+    tokens, can be padded to them.
+
+    A decode step of 64 sequences takes some 1.25 × as long as one of a single sequence (7B parameters in 16 bits on an H100).
+    """
+    seqs, tokens = buckets.limits.max_num_seqs, buckets.max_tokens
+    decode = {batch_bucket(min(seqs, count)) for count in (1, _MIDDLE_SEQS, seqs)}
+    prompts = {min(tokens, token_bucket(count)) for count in (_FEW_TOKENS, MIDDLE_TOKENS)}
+    wanted = {Bucket(count) for count in decode}
+    wanted |= {Bucket(prompts_together, count) for prompts_together in (1, buckets.max_seqs) for count in prompts}
+    return [bucket for bucket in buckets.all() if bucket in wanted]
 
 
 def _prompts(count: int, longest: int) -> list[Chunk]:

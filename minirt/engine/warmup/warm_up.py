@@ -1,9 +1,10 @@
-"""`warm_up` compiles every kernel and captures every CUDA graph that steps can need, and measures; `measure_step_bytes`."""
+"""`WarmUp` compiles the kernels and captures the CUDA graphs that steps can need, and measures; `measure_step_bytes`."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from minirt.engine.buckets import Bucket, Buckets, batch_bucket
 from minirt.engine.execute.runner import Runner
 from minirt.engine.limits import EngineLimits
 from minirt.engine.schedule.step_times import GraphTimes, PromptTime
-from minirt.engine.warmup.steps import largest_steps, warm_up_steps
+from minirt.engine.warmup.steps import MIDDLE_TOKENS, first_buckets, largest_prompts, largest_steps, warm_up_steps
 from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.kernels.sampling.batch import SamplingBatch
 from minirt.kernels.sampling.dispatch import sample
@@ -24,8 +25,13 @@ from minirt.progress import COMPILING, LoadProgress
 from minirt.step.batch import Batch, Chunk
 from minirt.step.kv_cache import KVCache
 from minirt.step.plan import Copies, Edit, PlannedSequences, StepPlan
+from minirt.wording import warn
 
-_MEASURED_TOKENS = 2048  # of a prompt
+if TYPE_CHECKING:
+    from minirt.kernels.compile.ahead_of_time import AheadOfTime
+
+_MEASURED_CONTEXT = 8192  # tokens before a measured chunk of a prompt
+_STEPS_BETWEEN = 24  # steps between two pieces of the warm-up, each of which delays a step by 5 to 20 ms
 _REPLAYS = 3  # of each CUDA graph of a decode step, to measure it
 
 
@@ -41,68 +47,151 @@ class Measured(NamedTuple):
     step_times: GraphTimes | None = None
 
 
-@torch.inference_mode()
-def warm_up(runner: Runner, progress: LoadProgress | None = None) -> Measured:
-    """Compile every kernel that a step can need, capture every CUDA graph, and measure steps. Does nothing on a CPU.
+class WarmUp:
+    """Compiles the kernels of a runner's steps, captures their CUDA graphs, and measures steps. Does nothing on a CPU.
 
-    Dry runs of each kind of step find the kernels. The cache's pages must not be in use. The stages of `progress` are
-    COMPILING ("kernels", if Triton's cache has all of them) and "CUDA graphs".
+    `start` does what any prompt and any decode step need: some CUDA graphs, to which other steps are padded, for at most
+    `most_tokens` tokens; and it takes the memory for all. `advance` does the rest piece by piece, between steps.
+
+    Args:
+        lazy: leave a rest. Without CUDA graphs, or with drafts, whose steps are measured, there is none.
+        progress: its stages are COMPILING ("kernels", if Triton's cache has all of them) and "CUDA graphs".
     """
-    model, device, graphs = runner.model, runner.device, runner.graphs
-    if device.type != "cuda" or not isinstance(model, Model):
-        return Measured()
-    from minirt.kernels.compile.ahead_of_time import compile_ahead
 
-    buckets, report = [] if graphs.buckets is None else graphs.buckets.all(), progress or (lambda stage, done, total: None)
+    def __init__(self, runner: Runner, *, lazy: bool = False, progress: LoadProgress | None = None) -> None:
+        self._runner, self._progress = runner, progress or (lambda stage, done, total: None)
+        self._lazy = lazy and runner.graphs.buckets is not None and not runner.limits.max_drafts
+        self._compiler: AheadOfTime | None = None
+        self._launches = deque[Callable[[], Any]]()  # whose kernels are still to be compiled
+        self._steps = 0  # since the last piece
 
-    def ready(done: int, total: int, compiles: bool) -> None:
-        report(COMPILING if compiles else "kernels", done, total)
+    @property
+    def remaining(self) -> int:
+        """Number of CUDA graphs that are still to be captured."""
+        return len(self._runner.graphs.later)
 
-    prompt_time = step_times = None
-    with on_device(device):
-        with compile_ahead(device, ready):
-            launch_all(runner, model)
-        for done, bucket in enumerate(buckets, 1):
-            graphs.capture(bucket)
-            report("CUDA graphs", done, len(buckets))
-        tiles = {model.row_maxima_tiles(bucket.num_logits) for bucket in buckets}
-        for maxima in (runner.buffers.row_maxima_of(1, count) for count in tiles):
-            if maxima is not None:
-                sample_once(runner, SamplingBatch.variants(device)[0], maxima.values)
-        torch.cuda.synchronize(device)
-        _reserve(runner, model)
-        with suppress(torch.OutOfMemoryError):
-            prompt_time = _measure_prompts(runner, model)
-        if graphs.buckets is not None and runner.limits.max_drafts:
-            step_times = _measure_graphs(runner, graphs.buckets)
-    return Measured(prompt_time, step_times)
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens of the largest step whose kernels are sure to be compiled; None: all are."""
+        return max(MIDDLE_TOKENS, self._runner.limits.max_num_seqs) if self._compiler is not None else None
+
+    @torch.inference_mode()
+    def start(self) -> Measured:
+        """The cache's pages must not be in use."""
+        runner, model, device, graphs = self._runner, self._runner.model, self._runner.device, self._runner.graphs
+        if device.type != "cuda" or not isinstance(model, Model):
+            return Measured()
+        from minirt.kernels.compile.ahead_of_time import AheadOfTime
+
+        def ready(done: int, total: int, compiles: bool) -> None:
+            self._progress(COMPILING if compiles else "kernels", done, total)
+
+        buckets = [] if graphs.buckets is None else graphs.buckets.all()
+        first, launches = buckets, [*first_launches(runner, model), *other_launches(runner, model)]
+        if graphs.buckets is not None and self._lazy:
+            first, launches = first_buckets(graphs.buckets), first_launches(runner, model)
+            self._launches.extend(other_launches(runner, model))
+        prompt_time = step_times = None
+        self._compiler = AheadOfTime(device, ready)
+        try:
+            with on_device(device):
+                for launch in launches:
+                    self._compiler.add(launch)
+                self._compiler.wait()
+                torch.cuda.empty_cache()
+                if len(first) < len(buckets):
+                    graphs.reserve(buckets[0])
+                for done, bucket in enumerate(first, 1):
+                    graphs.capture(bucket)
+                    self._progress("CUDA graphs", done, len(first))
+                torch.cuda.synchronize(device)
+                _reserve(runner, model)
+                with suppress(torch.OutOfMemoryError):
+                    prompt_time = _measure_prompts(runner, model)
+                if graphs.buckets is not None and runner.limits.max_drafts:
+                    step_times = _measure_graphs(runner, graphs.buckets)
+            graphs.later.extend(bucket for bucket in reversed(buckets) if bucket not in first)
+        finally:
+            if not graphs.later:
+                self.close()
+        return Measured(prompt_time, step_times)
+
+    @torch.inference_mode()
+    def advance(self, wait_s: float = 0.0) -> None:
+        """Do the next piece: begin to compile the kernels of a step, or capture a CUDA graph if all kernels are ready, for which
+        this waits `wait_s` seconds. A piece leaves the queue first, so that its exception does not come again and again."""
+        self._steps = 0
+        with on_device(self._runner.device):
+            if self._compiler is not None:
+                if self._launches:
+                    self._compiler.add(self._launches.popleft())
+                    return
+                if not self._compiler.ready_within(wait_s):
+                    return
+                self.close()
+            bucket = self._runner.graphs.later.popleft()
+            try:
+                self._runner.graphs.capture(bucket)
+            except torch.OutOfMemoryError as error:
+                what = f"no memory for the CUDA graph of {bucket.num_tokens} tokens, whose steps are padded to a larger one"
+                warn(f"{what} ({error})", RuntimeWarning)
+
+    def after_step(self, running: int) -> None:
+        """Do a piece if it is time: it delays the next token of `running` sequences. CUDA graphs, which take longest, come the
+        less often, the more run."""
+        self._steps += 1
+        if self._steps >= _STEPS_BETWEEN + 2 * running * (not self._launches):
+            self.advance()
+
+    def close(self) -> None:
+        """End the compilation. Kernels that are missing are compiled at their first launch."""
+        compiler, self._compiler = self._compiler, None
+        self._launches.clear()
+        if compiler is not None:
+            compiler.close()
 
 
-def launch_all(runner: Runner, model: Model) -> None:
-    """Launch every kernel that a step of this runner's model can need: dry runs of each kind of step, and the sampler."""
+def first_launches(runner: Runner, model: Model) -> list[Callable[[], Any]]:
+    """What launches the kernels of the steps that come first: dry runs of the CUDA graphs that are captured first and of measured
+    prompts, and the sampler."""
+    launches = list[Callable[[], Any]]()
+    if (buckets := runner.graphs.buckets) is not None:
+        launches += [partial(runner.graphs.dry_run, bucket) for bucket in first_buckets(buckets)]
+    launches += [partial(_dry_run, runner, model, [chunk]) for chunk in _measured_prompts(runner)]
+    launches += [partial(sample_once, runner, settings) for settings in SamplingBatch.variants(runner.device)]
+    return [*launches, runner.sampler.compile]
+
+
+def other_launches(runner: Runner, model: Model) -> list[Callable[[], Any]]:
+    """What launches every other kernel that a step of this runner's model can need. Those that take longest to compile, of large
+    steps, come first."""
     limits, buckets = runner.limits, runner.graphs.buckets
     seqs, longest = limits.max_num_seqs, limits.max_model_len
-    steps = warm_up_steps(limits)
+    steps = [largest_prompts(limits), *warm_up_steps(limits)]
     if buckets is None:
         # Decode steps with short contexts, and with one of the longest: only that has several KV splits to combine.
         short, long = (Chunk([0], end - 1, range(runner.cache.pages_for(end))) for end in (1, longest))
         for size in {batch_bucket(n + 1) for n in range(seqs)}:
             steps += [[first] + [short] * (size - 1) for first in (short, long)]
-    for chunks in steps:
-        model.dry_run(_batch(runner, chunks), runner.cache)
-    for bucket in [Bucket(1), Bucket(1, 1)] if buckets is None else buckets.all():
-        runner.graphs.dry_run(bucket)
-    for settings in SamplingBatch.variants(runner.device):
-        sample_once(runner, settings)
-    runner.sampler.compile()
+    captured = [Bucket(1), Bucket(1, 1)] if buckets is None else buckets.all()
+    launches: list[Callable[[], Any]] = [partial(_dry_run, runner, model, chunks) for chunks in steps]
+    launches += [partial(runner.graphs.dry_run, bucket) for bucket in captured]
+    tiles = {model.row_maxima_tiles(bucket.num_logits) for bucket in captured if buckets is not None}
+    for maxima in filter(None, (runner.buffers.row_maxima_of(1, count) for count in tiles)):
+        launches.append(partial(sample_once, runner, SamplingBatch.variants(runner.device)[0], maxima.values))
     if runner.cache.num_snapshots:
-        runner.cache.copy(Copies(((0, 0),), ((0, 0),)))
+        launches.append(partial(runner.cache.copy, Copies(((0, 0),), ((0, 0),))))
+    return launches
 
 
 def sample_once(runner: Runner, settings: SamplingBatch, row_maxima: Tensor | None = None) -> None:
     """Launch the kernels that draw a token with these settings."""
     logits = torch.zeros(1, runner.vocab_size, dtype=torch.float32, device=runner.device)
     sample(logits, settings, row_maxima=row_maxima)
+
+
+def _dry_run(runner: Runner, model: Model, chunks: Sequence[Chunk]) -> None:
+    model.dry_run(_batch(runner, chunks), runner.cache)
 
 
 def _batch(runner: Runner, chunks: Sequence[Chunk]) -> Batch:
@@ -129,21 +218,27 @@ def _reserve(runner: Runner, model: Model) -> None:
 
 
 def _measure_prompts(runner: Runner, model: Model) -> PromptTime:
-    """Run a chunk of a prompt, at its beginning and at the end of the longest context. All its pages are page 0.
+    """Run a chunk of a prompt, at its beginning and after a long context. All its pages are page 0.
 
     With a proposer that runs layers over all tokens, that is a part of the time.
     """
-    longest = min(runner.limits.max_model_len, runner.cache.capacity)
-    count = min(_MEASURED_TOKENS, runner.limits.max_num_batched_tokens, longest)
-
-    def seconds(start: int) -> float:
-        batch = _batch(runner, [Chunk([0] * count, start, [0] * runner.cache.pages_for(start + count))])
-        draft = runner.graphs.proposing(Bucket(1, count), batch)
+    def seconds(chunk: Chunk) -> float:
+        batch = _batch(runner, [chunk])
+        draft = runner.graphs.proposing(Bucket(1, batch.num_tokens), batch)
         return _seconds([partial(model, batch, runner.cache), *([] if draft is None else [draft])])
 
-    first, start = seconds(0), longest - count
-    context_s = max(0.0, seconds(start) - first) / (count * start) if start else 0.0
+    begin, late = _measured_prompts(runner)
+    count, first = len(begin.tokens), seconds(begin)
+    context_s = max(0.0, seconds(late) - first) / (count * late.start) if late.start else 0.0
     return PromptTime(first / count, context_s)
+
+
+def _measured_prompts(runner: Runner) -> list[Chunk]:
+    """A chunk of a prompt, at its beginning and after a long context."""
+    longest = min(runner.limits.max_model_len, runner.cache.capacity)
+    count = min(MIDDLE_TOKENS, runner.limits.max_num_batched_tokens, longest)
+    starts = 0, min(longest - count, _MEASURED_CONTEXT)
+    return [Chunk([0] * count, start, [0] * runner.cache.pages_for(start + count)) for start in starts]
 
 
 def _seconds(work: Sequence[Callable[[], Any]], repeats: int = 1) -> float:

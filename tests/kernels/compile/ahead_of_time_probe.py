@@ -1,4 +1,4 @@
-"""Launch kernels in `compile_ahead` on a fake driver that only counts, and print the counts as JSON.
+"""Launch kernels in `AheadOfTime` on a fake driver that only counts, and print the counts as JSON.
 
 test_ahead_of_time.py runs this in its own process, without TRITON_INTERPRET.
 """
@@ -16,7 +16,7 @@ import triton.language as tl
 from compile_all import CompileOnly
 from triton.runtime import JITFunction, OutOfResources, build, driver
 
-from minirt.kernels.compile.ahead_of_time import compile_ahead
+from minirt.kernels.compile.ahead_of_time import AheadOfTime
 
 GPU = torch.device("cuda", 1)
 shared = ModuleType("launcher")
@@ -90,10 +90,11 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def ahead(*actions, **options) -> None:
-    with compile_ahead(GPU, **options):
+def ahead(*actions, ignore_errors=False, **options) -> None:
+    with AheadOfTime(GPU, **options) as compiler:
         for action in actions:
-            action()
+            compiler.add(action)
+        compiler.wait(ignore_errors=ignore_errors)
 
 
 def elsewhere(action) -> None:
@@ -117,15 +118,15 @@ def overlapping(action) -> list[int]:
         counts.append(len(launched) - before)
 
     def other() -> None:
-        with compile_ahead(GPU):
-            entered.set()
-            left.wait()
+        ahead(lambda: (entered.set(), left.wait()))
 
-    second = threading.Thread(target=other)
-    with compile_ahead(GPU):
+    def inside() -> None:
         count(elsewhere)
         second.start()
         entered.wait()
+
+    second = threading.Thread(target=other)
+    ahead(inside)
     count()
     left.set()
     second.join()

@@ -49,10 +49,12 @@ def ahead(*actions) -> dict[str, list[str]]:
     made.clear()
     loaded.clear()
     steps: list[tuple[int, int, bool]] = []
-    with warnings.catch_warnings(record=True) as caught, ahead_of_time.compile_ahead(GPU, lambda *step: steps.append(step)):
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for action in actions:
-            action()
+        with ahead_of_time.AheadOfTime(GPU, lambda *step: steps.append(step)) as compiler:
+            for action in actions:
+                compiler.add(action)
+            compiler.wait()
     said = [str(warning.message) for warning in caught if "FP_FUSION" not in str(warning.message)]
     return {"made": sorted(made), "loaded": sorted(name for name, _ in loaded), "said": said, "steps": steps}
 
@@ -86,7 +88,7 @@ def main() -> None:
         return make_ir(self, *args, **options)
 
     ASTSource.make_ir = counted
-    ahead_of_time.CompileProcesses, os.cpu_count = Ready, lambda: 1  # one thread, so the process is always free
+    ahead_of_time.CompileProcesses, ahead_of_time.compilers = Ready, lambda: 1  # one thread, so the process is always free
     seen = {"elsewhere": ahead(norm(64), norm(200)), "own": ahead(lambda: script_kernel[1,](torch.empty(16), 2), norm(600))}
     Ready.end = True
     seen["ended"] = ahead(norm(1100), norm(3000))

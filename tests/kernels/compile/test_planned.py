@@ -3,7 +3,7 @@
 import pytest
 
 # What a start compiles on an H100. A number falls freely, and rises only with a reason on its line.
-MOST = {"Qwen2.5-7B": 96, "Qwen2.5-7B fp8": 101, "Qwen2.5-0.5B": 94}
+MOST = {"Qwen2.5-7B": 98, "Qwen2.5-7B fp8": 103, "Qwen2.5-0.5B": 96}  # two more: now with those of the draw from row maxima
 
 
 @pytest.fixture(scope="module")
