@@ -71,6 +71,12 @@ def require_fp8(device: torch.device) -> None:
         )  # fmt: skip
 
 
+def begin_together(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors begin at the same address. On the meta device, an address is an offset in the tensor's memory."""
+    same = a.data_ptr() == b.data_ptr()
+    return same and (a.device.type != "meta" or a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+
+
 def shared_limit(cc: int) -> int:
     """Bytes of shared memory that one program may use on capability `cc` (CUDA programming guide)."""
     return _SHARED_LIMITS.get(cc, 99) * 1024

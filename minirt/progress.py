@@ -45,7 +45,7 @@ def _compiling() -> str:
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
     folder = os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache")
     once = f"once for this GPU, model shape and version; later starts find them in {printable(folder)}"
-    return f"compiling the model's Triton kernels: {once} (--no-warmup compiles at first use)"
+    return f"compiling the model's Triton kernels: {once} (--warm-up none compiles at first use)"
 
 
 class PromptBar:

@@ -582,7 +582,7 @@ _BOTH_ENGINES = _named(_H100, "beside-vllm-default beside-vllm")
 _TRAINED, _QUANTIZATION = ("cpu-trained-models",), ROOT / "docs" / "quantization.md"
 _LOADED = "bf16 fp8 w4a16 mixture-bf16 mixture-fp8 mixture-fused-bf16 mixture-fused-fp8"
 # Nothing in this tree measures these results again. Commit 889b7abe has the code that made the blocks up to "cpu" of them, and
-# `speed.svg`; commit 83ec5eed has that of the others, and 089133f6 of the start-up.
+# `speed.svg`; commit 83ec5eed has that of the others.
 FINAL = {
     "headline": Final(_BOTH_ENGINES, README, "7223f8dee819c6fa"), "vllm": Final(_BOTH_ENGINES, README, "d2cce30bf07cefef"),
     "engines": Final(_BOTH_ENGINES, _MODELS, "9c530267c22bbd9a"), "drafts": Final(_BOTH_ENGINES[:1], _MODELS, "701022f22ff01a1f"),
@@ -591,7 +591,6 @@ FINAL = {
     "correction": Final(_BOTH_ENGINES, _MODELS, "90f97fe77671d12f"), "trained": Final(_TRAINED, _MODELS, "cdf2259091956508"),
     "ablation": Final(_named("h200-ablation-", "bf16 fp8"), _LAYERS, "6220524d212990cd"),
     "loading": Final(_named("h200-loading-", _LOADED), _SYSTEM, "7dfe8c00e5903bda"),
-    "startup": Final(_named("h200-startup-", "bf16 fp8"), _SYSTEM, "4e9561741d7eae57"),
     "sampling": Final(("h200-sampling-cost",), _SYSTEM, "b1f1a4c0c8b66a56"),
     "memory": Final(("h200-memory", "h200-memory-quantized-pages"), _SYSTEM, "40432e4a60ec9e36"),
     "quality": Final(("cpu-fp8-quality",), _QUANTIZATION, "aeae2ac09f57d467"),

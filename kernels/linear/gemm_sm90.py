@@ -36,7 +36,7 @@ from minirt.kernels.compile.tuning import Family, cached_lookup
 from minirt.kernels.hopper.ring import barriers, release, release_before, ring_barriers, wait_empty, wait_full
 from minirt.kernels.hopper.tiles import halves, places
 from minirt.kernels.hopper.tma import tma_load, tma_store, tma_tile
-from minirt.kernels.launch import Gpu, cdiv, launch_options, next_power_of_2, shared_limit
+from minirt.kernels.launch import Gpu, begin_together, cdiv, launch_options, next_power_of_2, shared_limit
 from minirt.kernels.linear.epilogue import finish, load_part, load_rows, load_tokens, store_packed_maxima, store_part
 from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.linear.tile_order import tile_origin
@@ -790,7 +790,7 @@ def gemm_sm90(product: Product, config: GemmSm90Config | None = None) -> None:
         sums, counters = workspace.sums(tiles * 2 * _ROWS * (c.width + c.second)), workspace.counters(2 * tiles)
     parts = ((weight, weights[0]), (weight, weights[1]), (residual, ends[0]), (residual, ends[1]), (out, ends[0]), (out, ends[1]))
     operands = [None if tensor is None or tile is None else Tiled(tensor, tile) for tensor, tile in parts]
-    in_place = residual is not None and residual.data_ptr() == out.data_ptr()  # then no row may be computed twice: see `_first`
+    in_place = residual is not None and begin_together(residual, out)  # then no row may be computed twice: see `_first`
     constants = _Constants(
         K, gated, scale_rows, columns, c.width // (2 if gated else 1), c.second, c.num_stages, not in_place, strips, c.promote,
         sums_scale, c.split, c.groups,

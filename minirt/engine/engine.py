@@ -175,22 +175,29 @@ class Engine:
         """
         from minirt.engine.warmup.warm_up import WarmUp
 
-        self._warm_up = WarmUp(self._runner, lazy=lazy, progress=progress)
-        prompt_time, step_times = self._warm_up.start()
-        self._scheduler.most_tokens = self._warm_up.most_tokens
+        warm_up = WarmUp(self._runner, lazy=lazy, progress=progress)
+        prompt_time, step_times = warm_up.start()
+        self._keep(warm_up)
         self._scheduler.use_times(prompt_time, step_times if self._adaptive_drafts else None)
 
     @property
     def warming_up(self) -> bool:
         """Whether a part of the warm-up is left."""
-        return self._warm_up is not None and self._warm_up.remaining > 0
+        return self._warm_up is not None
 
     def continue_warm_up(self) -> None:
         """Do a piece of the warm-up that is left, or wait a moment for compilers, while there are no requests."""
-        with self._device_errors:
-            if self._warm_up is not None and self._warm_up.remaining:
-                self._warm_up.advance(_WAIT_S)
-                self._scheduler.most_tokens = self._warm_up.most_tokens
+        if (warm_up := self._warm_up) is not None:
+            try:
+                with self._device_errors:
+                    warm_up.advance(_WAIT_S)
+            finally:
+                self._keep(warm_up)
+
+    def _keep(self, warm_up: "WarmUp") -> None:
+        """Go by what a warm-up has done so far, and keep it if a part is left."""
+        self._scheduler.most_tokens = warm_up.most_tokens
+        self._warm_up = warm_up if warm_up.remaining else None
 
     def close(self) -> None:
         """End what runs beside the steps."""
@@ -265,9 +272,9 @@ class Engine:
             outputs += self._collect_to(0 if scheduled is None else self._lookahead, deliver)
             if self._compiling and scheduled is None and not outputs:
                 self._compiling.wait()
-            if self._warm_up is not None and self._warm_up.remaining:
-                self._warm_up.after_step(len(self._scheduler.running))
-                self._scheduler.most_tokens = self._warm_up.most_tokens
+            if (warm_up := self._warm_up) is not None:
+                warm_up.after_step(len(self._scheduler.running))
+                self._keep(warm_up)
             return outputs
 
     def _refuse(self) -> list[TokenOutput]:

@@ -236,10 +236,11 @@ class EngineThread:
     def _loop(self) -> None:
         engine = self.engine
         while self._take_commands(engine):
-            if not engine.has_work and engine.warming_up:
+            if engine.has_work:
+                if rest := engine.step(self._sinks.deliver):
+                    self._sinks.deliver(rest)
+            elif engine.warming_up:
                 engine.continue_warm_up()
-            elif engine.has_work and (rest := engine.step(self._sinks.deliver)):
-                self._sinks.deliver(rest)
             self._fruitless = 0
 
     def _take_commands(self, engine: Engine) -> bool:

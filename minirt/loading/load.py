@@ -544,7 +544,7 @@ def _prepare_kernels(options: LoadOptions, device: torch.device) -> None:
         if options.kernel_cache is not None:
             take_kernels(Path(options.kernel_cache), device)
     elif options.kernel_cache is not None:
-        warn(f"--kernel-cache has no effect: no layer runs on Triton on {device}")
+        warn(f"--kernel-cache has no effect: no kernel runs on {device}")
 
 
 def check_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig) -> None:

@@ -134,7 +134,7 @@ class LoadOptions(Settings):
     warm_up: str = setting(
         "On a GPU: which kernels are compiled and which CUDA graphs captured before loading returns. lazy: those that a prompt "
         "and a decode step need, the others while nothing runs and between steps. full: all. none: none, but each at its first "
-        "use.", "lazy", kind=_WARM_UPS, check=one_of(*_WARM_UPS), short={"--no-warmup": "none"}, scope="load",
+        "use.", "lazy", kind=_WARM_UPS, check=one_of(*_WARM_UPS), scope="load",
         details="With drafts or without CUDA graphs, lazy is full. Benchmarks use full.")
     kernel_cache: str | Path | None = setting(
         "On a GPU: a folder that `minirt compile` has made for this GPU, so that no kernel is compiled at the start.",

@@ -28,14 +28,14 @@ REQUIRED = {
     "h200-prefill-bf16", "h200-prefill-fp8", "h200-compare-embedded", "h200-ablation-bf16", "h200-ablation-fp8",
     *(f"h200-kernels-{name}" for name in ("rows", "linears", "mlp", "attention", "gemm", "others")),
     "h200-compare-7b-bf16", "h200-compare-7b-fp8", *(f"h200-chunking-{limit}" for limit in (8448, 2048, 512)),
-    "h200-loading-bf16", "h200-loading-fp8", "h200-startup-bf16", "h200-startup-fp8", "h200-trace",
+    "h200-loading-bf16", "h200-loading-fp8", "h200-trace",
     "h200-tune-bf16", "h200-tune-fp8", "cpu-smollm2",
 }  # fmt: skip
 SCRIPTS = {
-    "trace": "gpu_trace.py", "startup": "startup.py", "ablation": "ablation.py", "memory": "memory_cases.py",
+    "trace": "gpu_trace.py", "ablation": "ablation.py", "memory": "memory_cases.py",
     "mixture": "mixture.py", "steps": "steps.py", "served": "served.py", "sampling": "sampling_cost.py",
 }  # fmt: skip
-_BESIDE = ("trace", "startup", "memory", "served", "sampling")
+_BESIDE = ("trace", "memory", "served", "sampling")
 UNCHECKED = _BESIDE  # they time what runs beside the kernels: nothing in them is right or wrong
 WITHOUT_CEILING = (*_BESIDE, "tune", "patch")  # these have no limit that they are compared with
 

@@ -37,6 +37,7 @@ FORMS = {  # head size 64 with steps shorter than the longest prompt; head size 
 @pytest.fixture(scope="module", params=FORMS)
 def warm(request):
     options = {"dtype": "bfloat16", "impl": "triton", "kv_cache_memory": 4 << 30, "max_model_len": 2048, "max_num_seqs": 72}
+    options |= {"warm_up": "full"}
     name = request.param.removesuffix("-fp8")
     with Generator.from_pretrained(name, random_weights=True, **options, **FORMS[request.param]) as generator:
         yield generator
@@ -106,6 +107,7 @@ def test_cuda_graphs_change_no_token_beside_prompts(name, kv_cache_dtype):
     found = []
     for cuda_graphs in (True, False):
         options = {"dtype": "bfloat16", "impl": "triton", "kv_cache_memory": 1 << 30, "max_num_batched_tokens": 150}
+        options |= {"warm_up": "full"}  # padding to other sizes rounds differently
         with Generator.from_pretrained(
             name, random_weights=True, kv_cache_dtype=kv_cache_dtype, cuda_graphs=cuda_graphs, max_num_seqs=8, **options
         ) as generator:
@@ -142,7 +144,7 @@ def test_constrained_decode_steps_neither_compile_nor_allocate_nor_wait(count):
     import triton
 
     compiled, grammar = [], {"regex": "([a-z]+ ){200,}"}
-    with Generator.from_pretrained(dtype="bfloat16", impl="triton", kv_cache_memory=1 << 30) as generator:
+    with Generator.from_pretrained(dtype="bfloat16", impl="triton", kv_cache_memory=1 << 30, warm_up="full") as generator:
         engine, ids = generator._engine.engine, []
         for i in range(count):
             own = {"ignore_eos": True} if i % 3 == 2 else {"structured_outputs": grammar}
@@ -283,7 +285,7 @@ def factory(layer):
         return inner(x, batch, kv)
     return forward
 
-sys.exit(main(["generate", "--dtype", "bfloat16", "--no-warmup", "--ignore-eos",
+sys.exit(main(["generate", "--dtype", "bfloat16", "--warm-up", "none", "--ignore-eos",
                "--impl", "layers.0.mlp=broken", "--kv-cache-memory", "256MiB", "Once upon a time"]))
 """
 

@@ -220,5 +220,5 @@ def test_preset_with_random_weights_needs_no_files(monkeypatch):
 
 
 def test_a_kernel_cache_without_a_gpu_has_no_effect():
-    with pytest.warns(UserWarning, match="--kernel-cache has no effect: the device is cpu"):
+    with pytest.warns(UserWarning, match="--kernel-cache has no effect: no kernel runs on cpu"):
         choose.load(choose.LoadOptions(device="cpu", kernel_cache="/no/such/folder", kv_cache_memory=8 << 20))
