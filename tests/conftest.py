@@ -24,6 +24,10 @@ if INTERPRETED:
         from support import interpreter
 
         interpreter.shorten()
+else:  # padding and chunks during a lazy warm-up round differently, so only tests of it and of commands have one
+    from minirt.loading.options import LoadOptions
+
+    LoadOptions.__init__.__kwdefaults__["warm_up"] = "full"
 
 
 @cache

@@ -37,7 +37,6 @@ FORMS = {  # head size 64 with steps shorter than the longest prompt; head size 
 @pytest.fixture(scope="module", params=FORMS)
 def warm(request):
     options = {"dtype": "bfloat16", "impl": "triton", "kv_cache_memory": 4 << 30, "max_model_len": 2048, "max_num_seqs": 72}
-    options |= {"warm_up": "full"}
     name = request.param.removesuffix("-fp8")
     with Generator.from_pretrained(name, random_weights=True, **options, **FORMS[request.param]) as generator:
         yield generator
@@ -97,6 +96,27 @@ def test_cuda_graphs_change_no_token():
     assert found[0] == found[1]
 
 
+def test_a_lazy_warm_up_changes_no_token():
+    """Requests during it are padded to larger sizes, and their prompts are cut into smaller chunks."""
+    draw = random.Random(5)
+    prompts = [[draw.randrange(1000) for _ in range(n)] for n in (3, 70, 450, 1, 130, 390)]
+    params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    options = {"dtype": "float32", "impl": "triton", "kv_cache_memory": 1 << 28, "prefix_cache": False}
+    with Generator.from_pretrained(warm_up="full", **options) as generator:
+        assert not generator._engine.engine.warming_up
+        expected = [completion.token_ids for completion in generator.generate(prompts, params)]
+    with Generator.from_pretrained(warm_up="lazy", **options) as generator:
+        engine = generator._engine.engine
+        assert engine.warming_up
+        during = [completion.token_ids for completion in generator.generate(prompts, params)]
+        while engine.warming_up:
+            generator._engine.call(lambda engine: None)
+        after = [completion.token_ids for completion in generator.generate(prompts, params)]
+        graphs = engine._runner.graphs
+        assert all(bucket in graphs.captured for bucket in graphs.buckets.all())
+    assert during == after == expected
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "Qwen3-0.6B", "Qwen3.5-0.8B"])
 def test_cuda_graphs_change_no_token_beside_prompts(name, kv_cache_dtype):
@@ -107,7 +127,6 @@ def test_cuda_graphs_change_no_token_beside_prompts(name, kv_cache_dtype):
     found = []
     for cuda_graphs in (True, False):
         options = {"dtype": "bfloat16", "impl": "triton", "kv_cache_memory": 1 << 30, "max_num_batched_tokens": 150}
-        options |= {"warm_up": "full"}  # padding to other sizes rounds differently
         with Generator.from_pretrained(
             name, random_weights=True, kv_cache_dtype=kv_cache_dtype, cuda_graphs=cuda_graphs, max_num_seqs=8, **options
         ) as generator:
@@ -144,7 +163,7 @@ def test_constrained_decode_steps_neither_compile_nor_allocate_nor_wait(count):
     import triton
 
     compiled, grammar = [], {"regex": "([a-z]+ ){200,}"}
-    with Generator.from_pretrained(dtype="bfloat16", impl="triton", kv_cache_memory=1 << 30, warm_up="full") as generator:
+    with Generator.from_pretrained(dtype="bfloat16", impl="triton", kv_cache_memory=1 << 30) as generator:
         engine, ids = generator._engine.engine, []
         for i in range(count):
             own = {"ignore_eos": True} if i % 3 == 2 else {"structured_outputs": grammar}

@@ -27,8 +27,7 @@ def test_bf16_argmax_agrees_with_transformers(smollm2):
     """
     import transformers
 
-    options = {"dtype": "bfloat16", "impl": "triton", "kv_cache_memory": 4 << 30, "warm_up": "full"}
-    with Generator.from_pretrained(smollm2, **options) as generator:
+    with Generator.from_pretrained(smollm2, dtype="bfloat16", impl="triton", kv_cache_memory=4 << 30) as generator:
         asked = [
             generator.encode_chat([{"role": "user", "content": request.format(topic)}]) for request in REQUESTS
             for topic in TOPICS
@@ -68,7 +67,7 @@ def test_perplexity_over_8192_tokens_of_context(smollm2, dtype):
     import transformers
 
     text = (Path(__file__).parents[2] / "models" / "recipe" / "heldout.txt").read_text()
-    with Generator.from_pretrained(smollm2, dtype=dtype, impl="triton", kv_cache_memory=2 << 30, warm_up="full") as generator:
+    with Generator.from_pretrained(smollm2, dtype=dtype, impl="triton", kv_cache_memory=2 << 30) as generator:
         tokens = generator.encode(text)
         ours = perplexity(generator, tokens, window=8192, stride=4096)
     assert ours.window == 8192
@@ -94,7 +93,6 @@ def test_only_triton_computes(quantization):
     and QK-norm."""
     prompts = [list(range(5, 5 + n)) for n in (1500, 300, 3, 17)]
     options = {"dtype": "bfloat16", "impl": "triton", "kv_cache_memory": 1 << 30, "max_num_seqs": 8, "max_model_len": 2048}
-    options |= {"warm_up": "full"}
     with Generator.from_pretrained("Qwen3-4B", random_weights=True, quantization=quantization, **options) as generator:
         for params in (
             SamplingParams(max_tokens=6, temperature=0.0),
@@ -111,7 +109,7 @@ def test_only_triton_computes_mixtures(quantization, hf_folder):
     """The same for mixtures of experts with a shared expert, in CUDA graphs and in longer prompts."""
     sizes = {"hidden_size": 256, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
     sizes |= {"shared_expert_intermediate_size": 192, "max_position_embeddings": 4096, "decoder_sparse_step": 1}
-    options = {"dtype": "bfloat16", "impl": "triton", "kv_cache_memory": 1 << 28, "max_num_seqs": 8, "warm_up": "full"}
+    options = {"dtype": "bfloat16", "impl": "triton", "kv_cache_memory": 1 << 28, "max_num_seqs": 8}
     with Generator.from_pretrained(hf_folder("Qwen2Moe", **sizes), quantization=quantization, **options) as generator:
         prompts = [[t % 199 for t in range(n)] for n in (2500, 90, 3, 17)]
         names = kernel_names(lambda: generator.generate(prompts, SamplingParams(max_tokens=6, temperature=0.0)))
