@@ -33,20 +33,21 @@ def child(began: float) -> None:
     from minirt.head_start import head_start
 
     files, arguments = pickle.load(sys.stdin.buffer)
-    head_start(arguments)  # as the commands do
-    import torch
+    with head_start(arguments):  # as in the commands
+        import torch
 
-    stamps["torch"] = time.time()
-    if torch.cuda.is_available():
-        torch.empty(1, device="cuda")
-    stamps["device"] = time.time()
-    from minirt import Generator, LoadOptions, SamplingParams
-    from minirt.user_code import import_file
+        stamps["torch"] = time.time()
+        if torch.cuda.is_available():
+            torch.empty(1, device="cuda")
+        stamps["device"] = time.time()
+        from minirt import Generator, LoadOptions, SamplingParams
+        from minirt.user_code import import_file
 
-    stamps["minirt"] = time.time()
-    for file in files:
-        import_file(file)
-    with Generator.from_pretrained(LoadOptions(**arguments)) as generator:
+        stamps["minirt"] = time.time()
+        for file in files:
+            import_file(file)
+        generator = Generator.from_pretrained(LoadOptions(**arguments))
+    with generator:
         stamps["warm_up"] = time.time()
         stamps["load"] = stamps["warm_up"] - generator.warm_up_time_s
         stream = generator.stream_completion([1, 2, 3], SamplingParams(max_tokens=2, ignore_eos=True))

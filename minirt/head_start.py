@@ -1,19 +1,36 @@
 """`head_start`: what a command begins before it imports PyTorch, which takes seconds: the CUDA context, and a `CompileServer`."""
 
 import ctypes
+import gc
 import os
 import threading
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from minirt.compile_server import start_early
 
 
-def head_start(options: Mapping[str, Any]) -> None:
-    """Begin now what a load with these `LoadOptions` will need on an NVIDIA GPU: its CUDA context, and, if the kernel cache is
-    empty, as in a new container, processes that compile kernels. What fails here is done again later, and then raises."""
+@contextmanager
+def head_start(options: Mapping[str, Any]) -> Iterator[None]:
+    """Context of the import of PyTorch and of a load. It begins with what a load with these `LoadOptions` will need on an NVIDIA
+    GPU: its CUDA context, and, if the kernel cache is empty, as in a new container, processes that compile kernels. What fails
+    here is done again later, and then raises.
+
+    Python collects no garbage in it: a fifth of the import of PyTorch would be collections that find nothing.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        _begin(options)
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _begin(options: Mapping[str, Any]) -> None:
     device = str(options.get("device") or "auto")
     if device == "cpu" or not any(Path("/dev").glob("nvidia[0-9]*")):
         return

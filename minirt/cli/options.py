@@ -278,12 +278,15 @@ def _speculative(options: dict[str, Any]) -> "SpeculativeOptions | None":
 @contextmanager
 def open_generator(options: "LoadOptions", quiet: bool) -> Iterator["Generator"]:
     """Load a model, with a progress bar on stderr unless `quiet`. The model is closed at the end."""
+    with _load(options, quiet) as generator:
+        yield generator
+
+
+def _load(options: "LoadOptions", quiet: bool) -> "Generator":
     from minirt.generator import Generator
 
     with load_bars(not quiet) as progress:
-        generator = Generator.from_pretrained(options, progress=progress)
-    with generator:
-        yield generator
+        return Generator.from_pretrained(options, progress=progress)
 
 
 @contextmanager
@@ -292,22 +295,23 @@ def open_model(options: dict[str, Any], quiet: bool, prompts: Sequence[str] = ()
 
     `prompts`, `chat`: what the model is for. It is not loaded if it has no tokenizer for this.
     """
-    warm = [(name, read_text(name, "--warm-prompt")) for name in options.get("warm_prompts") or ()]
-    name = model_name(options, quiet)
     from minirt.head_start import head_start
 
-    head_start(load_arguments(options, name))
-    load = to_load_options(options, name)
-    if load.random_weights:
-        from minirt.loading.load import find
+    warm = [(name, read_text(name, "--warm-prompt")) for name in options.get("warm_prompts") or ()]
+    name = model_name(options, quiet)
+    with head_start(load_arguments(options, name)):
+        load = to_load_options(options, name)
+        if load.random_weights:
+            from minirt.loading.load import find
 
-        if find(name, load.revision, need_weights=False).files is None:  # a preset without its files
-            if chat:
-                hint = f"with --random-weights, {name} is not downloaded"
-                raise TokenizerError("the model has no tokenizer for a conversation", where=name, hint=hint)
-            for text in (*prompts, *(text for _, text in warm)):
-                token_ids(name, text)
-    with open_generator(load, quiet) as generator:
+            if find(name, load.revision, need_weights=False).files is None:  # a preset without its files
+                if chat:
+                    hint = f"with --random-weights, {name} is not downloaded"
+                    raise TokenizerError("the model has no tokenizer for a conversation", where=name, hint=hint)
+                for text in (*prompts, *(text for _, text in warm)):
+                    token_ids(name, text)
+        generator = _load(load, quiet)
+    with generator:
         for name, text in warm:
             with inside(shown_name(name)):
                 kept = generator.warm_prompt(encode_prompt(generator, text, chat=False))

@@ -80,17 +80,17 @@ def main(descriptor: int) -> int:
 
 
 def _load(connection: _Connection, start: wire.Start) -> "Generator":
-    head_start(start.options)
-    from minirt.generator import Generator
-    from minirt.loading.load import find
+    with head_start(start.options):
+        from minirt.generator import Generator
+        from minirt.loading.load import find
 
-    for file in start.imports:
-        import_file(file)
-    options = LoadOptions(**start.options)
-    files = find(options.model, options.revision, need_weights=not options.random_weights, progress=start.progress).files
-    connection.send(wire.FilesReady(str(files.folder) if files else None))
-    with load_bars(start.progress) as progress:
-        generator = Generator.from_pretrained(options, progress=progress)
+        for file in start.imports:
+            import_file(file)
+        options = LoadOptions(**start.options)
+        files = find(options.model, options.revision, need_weights=not options.random_weights, progress=start.progress).files
+        connection.send(wire.FilesReady(str(files.folder) if files else None))
+        with load_bars(start.progress) as progress:
+            generator = Generator.from_pretrained(options, progress=progress)
     kept = {}
     for name, text in start.warm_prompts:
         with inside(name):

@@ -2,6 +2,7 @@
 are compiled, a piece that comes again after its exception, and a large step while its kernels are compiled."""
 
 import ctypes
+import gc
 import threading
 from collections import deque
 from contextlib import nullcontext
@@ -238,7 +239,8 @@ def test_what_a_command_begins_at_once(options, gpu, cached, monkeypatch, tmp_pa
     if cached:
         (tmp_path / "kernel").mkdir()
     before = set(threading.enumerate())
-    head_start.head_start(options)
+    with pytest.raises(KeyError), head_start.head_start(options):
+        raise KeyError("the load fails")
     for thread in set(threading.enumerate()) - before:
         thread.join()
     if not gpu or options.get("device") == "cpu":
@@ -246,6 +248,21 @@ def test_what_a_command_begins_at_once(options, gpu, cached, monkeypatch, tmp_pa
     else:
         compiles = not cached and options.keys() <= {"device"}
         assert sorted(map(str, begun)) == sorted([str(int("device" in options)), "context", *["compilers"] * compiles])
+
+
+def test_garbage_is_not_collected_during_a_load():
+    """Also in a program that has switched it off for good, and after a load that fails."""
+    options, states = {"device": "cpu"}, {}
+    with pytest.raises(KeyError, match="collects"), head_start.head_start(options):
+        states[gc.isenabled()] = states["collects"]
+    with head_start.head_start(options):
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    with head_start.head_start(options):
+        pass
+    assert not gc.isenabled()
+    gc.enable()
 
 
 def test_an_unknown_warm_up_is_refused():
