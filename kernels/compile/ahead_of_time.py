@@ -46,22 +46,29 @@ def launches(mode: str) -> Iterator[None]:
         by_triton.reset(path)
 
 
-class _Kernel(Future):
-    """A kernel that `make` compiles and loads. If `result` is called before that has begun, it does so itself, at once."""
+class _GivenUp(Exception):
+    """A compilation was ended, because nothing needs the kernel now."""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+
+class _Kernel(Future):
+    """A kernel that `make` compiles and loads. If that has not begun, or was given up, `result` does it itself, at once."""
+
+    def __init__(self, make: Callable[[bool], Any]) -> None:
         super().__init__()
-        self._make = make
+        self._make = make  # (whether it may be given up) → the kernel
 
     def run(self) -> None:
         if self.set_running_or_notify_cancel():
             try:
-                self.set_result(self._make())
+                self.set_result(self._make(True))
             except BaseException as error:
                 self.set_exception(error)
 
     def result(self, timeout: float | None = None) -> Any:
-        return self._make() if self.cancel() else super().result(timeout)
+        if not self.cancel():
+            with suppress(_GivenUp):
+                return super().result(timeout)
+        return self._make(False)
 
 
 class _Compilers(ThreadPoolExecutor):
@@ -76,11 +83,14 @@ class _Compilers(ThreadPoolExecutor):
         self._alone = False  # whether other processes cannot help
         self.futures: list[_Kernel] = []
         self.compiles = False  # whether a kernel was not in Triton's cache
+        self._ending = False  # whether kernels that are being compiled are given up
 
     def submit(self, compile: Callable[[], Any], /) -> Future:  # type: ignore[override]
-        def make() -> Any:
+        def make(may_end: bool) -> Any:
             with torch.cuda.device(self._device):  # the current device is a setting of the thread
                 self._elsewhere(compile)
+                if may_end and self._ending:
+                    raise _GivenUp
                 kernel = compile()
                 kernel.run  # noqa: B018  (reading the attribute loads the kernel)
             return kernel
@@ -93,7 +103,7 @@ class _Compilers(ThreadPoolExecutor):
 
     def _elsewhere(self, compile: Callable[[], Any]) -> None:
         """Have a process compile the kernel into Triton's cache, if it can. The first kernel not yet cached starts processes."""
-        if self._alone:
+        if self._alone or self._ending:
             return
         try:
             request = CompileRequest.of(compile)
@@ -107,20 +117,23 @@ class _Compilers(ThreadPoolExecutor):
             return
         self.compiles = True
         with self._starting:
-            if not self._started:
+            if not self._started and not self._ending:
                 self._started = True
                 try:
                     self._processes = CompileProcesses(self._count)
                 except OSError as error:
                     warn_of_one_process(f"no other processes can be started ({error})")
-        if self._processes is not None:
-            self._processes.compile(request)
+        if (processes := self._processes) is not None:
+            processes.compile(request)
 
     def shutdown(self, *args: Any, **options: Any) -> None:
+        """End at once: without processes, no thread waits for one."""
+        with self._starting:
+            self._ending = True
+            processes, self._processes = self._processes, None
+        if processes is not None:
+            processes.close()
         super().shutdown(*args, **options)
-        if self._processes is not None:
-            self._processes.close()
-            self._processes = None
 
 
 class AheadOfTime:
@@ -175,7 +188,7 @@ class AheadOfTime:
                 future.result()
 
     def close(self) -> None:
-        """Drop the kernels whose compilation has not begun; they are compiled at their first real launch."""
+        """Give up the kernels that are not ready; they are compiled at their first real launch."""
         for future in self._compilers.futures:
             future.cancel()
         self._compilers.shutdown()

@@ -110,6 +110,7 @@ class CompileProcesses:
 
     def close(self) -> None:
         """Kill the processes, even while they compile: Triton's cache holds only complete files."""
+        self._warned = True  # that they have ended is no news
         with suppress(ProcessLookupError):  # they have already ended
             os.killpg(self._server.pid, signal.SIGKILL)
         self._server.wait()

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import warnings
 
 import torch
@@ -77,6 +78,32 @@ def depending_on_order() -> list[str]:
     return [name for name in kernels if first[name] != second[name]]
 
 
+def given_up() -> dict[str, object]:
+    """A kernel that a process compiles when the compilers are closed, and its launch afterwards."""
+    entered, never = threading.Event(), threading.Event()
+
+    class Stuck(CompileProcesses):
+        def compile(self, request):
+            entered.set()
+            never.wait()
+
+        def close(self):
+            never.set()
+            super().close()
+
+    def launch() -> None:
+        rms_norm(torch.empty(3, 64, dtype=torch.bfloat16), torch.empty(64, dtype=torch.bfloat16), 1e-6)
+
+    ahead_of_time.CompileProcesses, made[:] = Stuck, []
+    with ahead_of_time.AheadOfTime(GPU) as compiler:
+        compiler.add(launch)
+        assert entered.wait(60), "the kernel is in Triton's cache"
+    before = list(made)
+    launched.clear()
+    launch()
+    return {"before": before, "made": list(made), "launched": len(launched)}
+
+
 def main() -> None:
     digests = depending_on_order()
     driver.set_active(Counting())
@@ -92,6 +119,7 @@ def main() -> None:
     seen = {"elsewhere": ahead(norm(64), norm(200)), "own": ahead(lambda: script_kernel[1,](torch.empty(16), 2), norm(600))}
     Ready.end = True
     seen["ended"] = ahead(norm(1100), norm(3000))
+    python = sys.executable
     ahead_of_time.CompileProcesses, sys.executable = CompileProcesses, "/no/python"
     seen["none"] = ahead(norm(6000), norm(12000))
     servers.clear()
@@ -103,6 +131,8 @@ def main() -> None:
     cache.get_cache_manager = lambda: "other arguments"
     seen["changed"] = ahead(norm(20))
     cache.get_cache_manager = manager
+    sys.executable = python
+    seen["given up"] = given_up()
     launched.clear()
     del triton.AsyncCompileMode
     seen["no mode"] = ahead(norm(10))

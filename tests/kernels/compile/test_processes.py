@@ -57,3 +57,9 @@ def test_another_triton_compiles_at_the_launch(seen):
         assert len(seen[case]["said"]) == 1
         assert "one after the other" in seen[case]["said"][0]
     assert seen["launched"] == ["_rms_norm_kernel"] * 2
+
+
+def test_what_is_compiled_at_the_end_is_given_up(seen):
+    """A command ends although kernels are being compiled that nothing has needed yet. If they are needed later, their launch
+    compiles them."""
+    assert seen["given up"] == {"before": [], "made": ["_rms_norm_kernel"], "launched": 1}
