@@ -25,7 +25,7 @@ from triton.runtime import JITFunction, driver
 
 from minirt import kernels
 from minirt.kernels import bandwidth, launch, prepared
-from minirt.kernels.compile.ahead_of_time import compile_ahead, without_launches
+from minirt.kernels.compile.ahead_of_time import AheadOfTime, without_launches
 from minirt.kernels.linear import dispatch as linear
 
 CC = 90
@@ -270,8 +270,9 @@ def special_cases(device: Device) -> dict[str, Any]:
         knobs.runtime.launch_enter_hook.remove(print)
 
     def ahead() -> None:
-        with compile_ahead(torch.device("cuda", 0), ignore_errors=True):
-            plainly()
+        with AheadOfTime(torch.device("cuda", 0)) as compiler:
+            compiler.add(plainly)
+            compiler.wait(ignore_errors=True)
 
     def skipped() -> None:
         with without_launches(torch.device("cuda", 0)):
