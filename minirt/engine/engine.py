@@ -8,8 +8,10 @@ for Python. The cost: when a request ends at an EOS token or a stop string, one 
 
 import time
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -188,11 +190,14 @@ class Engine:
     def continue_warm_up(self) -> None:
         """Do a piece of the warm-up that is left, or wait a moment for compilers, while there are no requests."""
         if (warm_up := self._warm_up) is not None:
-            try:
-                with self._device_errors:
-                    warm_up.advance(_WAIT_S)
-            finally:
-                self._keep(warm_up)
+            with self._device_errors:
+                self._go_on(warm_up, partial(warm_up.advance, _WAIT_S))
+
+    def _go_on(self, warm_up: "WarmUp", piece: Callable[[], None]) -> None:
+        try:
+            piece()
+        finally:
+            self._keep(warm_up)
 
     def _keep(self, warm_up: "WarmUp") -> None:
         """Go by what a warm-up has done so far, and keep it if a part is left."""
@@ -273,8 +278,7 @@ class Engine:
             if self._compiling and scheduled is None and not outputs:
                 self._compiling.wait()
             if (warm_up := self._warm_up) is not None:
-                warm_up.after_step(len(self._scheduler.running))
-                self._keep(warm_up)
+                self._go_on(warm_up, partial(warm_up.after_step, len(self._scheduler.running)))
             return outputs
 
     def _refuse(self) -> list[TokenOutput]:

@@ -214,6 +214,21 @@ def test_an_idle_engine_finishes_its_warm_up():
     thread.stop()
 
 
+def test_the_last_piece_may_fail_beside_requests():
+    it, _ = engine()
+
+    class Failing(Left):
+        def after_step(self, running):
+            self.remaining -= 1
+            raise RuntimeError("a piece failed")
+
+    it._warm_up = Failing(1)
+    it.add(Request(0, [1, 2, 3], resolve(SamplingParams(max_tokens=3, temperature=0.0), None)))
+    with pytest.raises(RuntimeError, match="a piece failed"):
+        it.step()
+    assert not it.warming_up
+
+
 def test_steps_stay_small_while_kernels_are_compiled():
     it, _ = engine()
     it._scheduler.most_tokens = 4
