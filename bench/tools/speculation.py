@@ -130,7 +130,7 @@ def synthetic(
     if "never" in kinds:
         cases["plain"]["sampled"] = 1.0
     options: dict[str, Any] = {"random_weights": True, "quantization": quantization, "max_model_len": PROMPT + TOKENS}
-    options |= {"max_num_seqs": max(BATCHES), "kv_cache_memory": "2GiB"}
+    options |= {"max_num_seqs": max(BATCHES), "kv_cache_memory": "2GiB", "warm_up": "full"}
     runs, shares = defaultdict[tuple[int, str], list[Any]](list), dict[int, float | None]()  # by batch and case; by batch
     for names in [[name] for name in kinds] if alone else [list(kinds)]:
         generators = {name: Generator.from_pretrained(model, speculative=kinds[name], **options) for name in names}
