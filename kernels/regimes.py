@@ -5,7 +5,7 @@ A dispatch module has a table of regimes for each operation. Dispatch follows it
 tests read it. A new regime in a table is therefore warmed up and captured without another edit.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -144,15 +144,16 @@ def covering(table: tuple[RegimeKind, ...], size: int, capability: int, format: 
     return tuple(r for r in regimes if format is None or r.limits is None or format in r.limits.formats)
 
 
-def operations(axis: Axis, modules: Collection[str] = tuple(_NAMES)) -> list[list[Regime]]:
-    """The regimes of each operation on an axis."""
+@lru_cache
+def operations(axis: Axis, modules: tuple[str, ...] = tuple(_NAMES)) -> list[list[Regime]]:
+    """The regimes of each operation on an axis. Cached: every bucket asks."""
     tables = (getattr(import_module(f"minirt.kernels.{module}"), name) for module in modules for name in _NAMES[module])
     return [list(table) for table in tables if table[0].axis == axis]
 
 
 def paired_operations() -> list[tuple[list[list[Regime]], list[list[Regime]]]]:
     """(by tokens, by sequences) for each dispatch module whose kernels depend on both."""
-    pairs = ((operations("tokens", [module]), operations("sequences", [module])) for module in _NAMES)
+    pairs = ((operations("tokens", (module,)), operations("sequences", (module,))) for module in _NAMES)
     return [(tokens, sequences) for tokens, sequences in pairs if tokens and sequences]
 
 

@@ -24,7 +24,8 @@ def freeze_gc(owner: object) -> weakref.finalize:
     global _held, _before
     with _lock:
         _held += 1
-        gc.collect()
+        if gc.isenabled():  # not in a load whose process has only imported modules before (`head_start`)
+            gc.collect()
         gc.freeze()
         objects, *others = gc.get_threshold()
         if 0 < objects < _OBJECTS:  # 0: the program has switched it off

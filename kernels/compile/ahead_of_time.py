@@ -14,7 +14,7 @@ import triton
 from triton import JITFunction
 
 from minirt.compile_server import compilers
-from minirt.kernels.compile.processes import CompileProcesses, CompileRequest, warn_of_one_process
+from minirt.kernels.compile.processes import CompileProcesses, CompileRequest, hash_triton, warn_of_one_process
 from minirt.kernels.prepared import by_triton
 from minirt.wording import warn
 
@@ -150,6 +150,7 @@ class AheadOfTime:
     def __init__(self, device: torch.device, progress: Callable[[int, int, bool], None] | None = None) -> None:
         self._compilers, self._asynchronous, self._progress = _Compilers(device, progress), None, progress
         if device.type == "cuda":
+            hash_triton()
             try:
                 self._asynchronous = triton.AsyncCompileMode(self._compilers, ignore_errors=True)
             except (AttributeError, TypeError) as error:
@@ -171,9 +172,9 @@ class AheadOfTime:
         copy_context().run(collect)
         return len(self._compilers.futures)
 
-    def ready_within(self, seconds: float) -> bool:
-        """Whether all kernels are ready, for which this waits at most so long."""
-        return not wait(self._compilers.futures, seconds).not_done
+    def ready_within(self, seconds: float, count: int | None = None) -> bool:
+        """Whether the first `count` kernels, None: all, are ready, for which this waits at most so long."""
+        return not wait(self._compilers.futures[:count], seconds).not_done
 
     def wait(self, count: int | None = None, *, ignore_errors: bool = False) -> None:
         """Wait until the first `count` kernels, None: all, are ready, or one cannot be compiled or loaded.

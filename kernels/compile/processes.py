@@ -26,6 +26,8 @@ from minirt import kernels
 from minirt.compile_server import start_server, take_early
 from minirt.wording import warn
 
+_hashing = threading.Lock()
+
 if TYPE_CHECKING:
     from triton.compiler.compiler import ASTSource
 
@@ -113,7 +115,7 @@ class CompileProcesses:
         self._warned = True  # that they have ended is no news
         with suppress(ProcessLookupError):  # they have already ended
             os.killpg(self._server.pid, signal.SIGKILL)
-        self._server.wait()
+        threading.Thread(target=self._server.wait, daemon=True).start()  # it frees memory for some 0.1 s; steps go on
         for connection in (*self._starting, *self._ready):
             connection.close()
         self._errors.close()
@@ -142,8 +144,8 @@ class CompileProcesses:
 
 def hash_triton() -> None:
     """Have Triton read and hash its own files, as it does once in a process before the first kernel. It takes 0.4 s, mostly
-    without Python's GIL."""
-    with suppress(Exception):  # it is private: another version may lack it
+    without Python's GIL. A second thread waits for the first one's."""
+    with _hashing, suppress(Exception):  # it is private: another version may lack it
         from triton.runtime.cache import triton_key
 
         triton_key()

@@ -19,5 +19,5 @@ def freeze_tests() -> None:
     gc.freeze()
     gc_freeze.gc = SimpleNamespace(
         collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None, get_threshold=gc.get_threshold,
-        set_threshold=gc.set_threshold,
+        set_threshold=gc.set_threshold, isenabled=gc.isenabled,
     )  # fmt: skip

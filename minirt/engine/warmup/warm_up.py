@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     from minirt.kernels.compile.ahead_of_time import AheadOfTime
 
 _MEASURED_CONTEXT = 8192  # tokens before a measured chunk of a prompt
-_STEPS_BETWEEN = 24  # steps between two pieces of the warm-up, each of which delays a step by 5 to 20 ms
+_BETWEEN = 8  # times a piece's own time, until the next one beside requests: one delays a step by 5 to 20 ms
+_SHORTEST_S = 1e-3  # what a piece counts at least, also if it finds that kernels are still compiled
 _REPLAYS = 3  # of each CUDA graph of a decode step, to measure it
 
 
@@ -63,7 +65,7 @@ class WarmUp:
         self._lazy = lazy and runner.graphs.buckets is not None and not runner.limits.max_drafts
         self._compiler: AheadOfTime | None = None
         self._launches = deque[Callable[[], Any]]()  # whose kernels are still to be compiled
-        self._steps = 0  # since the last piece
+        self._ended = self._took = 0.0  # the last piece, in seconds
 
     @property
     def remaining(self) -> int:
@@ -95,9 +97,12 @@ class WarmUp:
         self._compiler = AheadOfTime(device, ready)
         try:
             with on_device(device):
+                count = 0
                 for launch in launches:
-                    self._compiler.add(launch)
-                self._compiler.wait()
+                    count = self._compiler.add(launch)
+                while self._launches and not self._compiler.ready_within(0, count):
+                    self._compiler.add(self._launches.popleft())
+                self._compiler.wait(count)
                 torch.cuda.empty_cache()
                 if len(first) < len(buckets):
                     graphs.reserve(buckets[0])
@@ -120,27 +125,34 @@ class WarmUp:
     def advance(self, wait_s: float = 0.0) -> None:
         """Do the next piece: begin to compile the kernels of a step, or capture a CUDA graph if all kernels are ready, for which
         this waits `wait_s` seconds. A piece leaves the queue first, so that its exception does not come again and again."""
-        self._steps = 0
-        with on_device(self._runner.device):
-            if self._compiler is not None:
-                if self._launches:
-                    self._compiler.add(self._launches.popleft())
-                    return
-                if not self._compiler.ready_within(wait_s):
-                    return
-                self.close()
-            bucket = self._runner.graphs.later.popleft()
-            try:
-                self._runner.graphs.capture(bucket)
-            except torch.OutOfMemoryError as error:
-                what = f"no memory for the CUDA graph of {bucket.num_tokens} tokens, whose steps are padded to a larger one"
-                warn(f"{what} ({error})", RuntimeWarning)
+        began = perf_counter()
+        try:
+            with on_device(self._runner.device):
+                self._do_next(wait_s)
+        finally:
+            self._ended = perf_counter()
+            self._took = max(self._ended - began, _SHORTEST_S)
+
+    def _do_next(self, wait_s: float) -> None:
+        if self._compiler is not None:
+            if self._launches:
+                self._compiler.add(self._launches.popleft())
+                return
+            if not self._compiler.ready_within(wait_s):
+                return
+            self.close()
+        bucket = self._runner.graphs.later.popleft()
+        try:
+            self._runner.graphs.capture(bucket)
+        except torch.OutOfMemoryError as error:
+            what = f"no memory for the CUDA graph of {bucket.num_tokens} tokens, whose steps are padded to a larger one"
+            warn(f"{what} ({error})", RuntimeWarning)
 
     def after_step(self, running: int) -> None:
         """Do a piece if it is time: it delays the next token of `running` sequences. CUDA graphs, which take longest, come the
         less often, the more run."""
-        self._steps += 1
-        if self._steps >= _STEPS_BETWEEN + 2 * running * (not self._launches):
+        between = _BETWEEN + running // (4 if self._launches else 1)
+        if perf_counter() - self._ended >= between * self._took:
             self.advance()
 
     def close(self) -> None:
