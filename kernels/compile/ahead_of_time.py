@@ -172,9 +172,9 @@ class AheadOfTime:
         copy_context().run(collect)
         return len(self._compilers.futures)
 
-    def ready_within(self, seconds: float, count: int | None = None) -> bool:
-        """Whether the first `count` kernels, None: all, are ready, for which this waits at most so long."""
-        return not wait(self._compilers.futures[:count], seconds).not_done
+    def ready_within(self, seconds: float) -> bool:
+        """Whether all kernels are ready, for which this waits at most so long."""
+        return not wait(self._compilers.futures, seconds).not_done
 
     def wait(self, count: int | None = None, *, ignore_errors: bool = False) -> None:
         """Wait until the first `count` kernels, None: all, are ready, or one cannot be compiled or loaded.

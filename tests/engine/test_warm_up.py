@@ -72,10 +72,10 @@ def test_steps_that_are_padded_to_larger_graphs_give_the_same_tokens(monkeypatch
 
 
 class Compiler:
-    """A stand-in for `AheadOfTime`, whose first kernels are ready after `first_turns` questions, and all after `turns`."""
+    """A stand-in for `AheadOfTime`, whose kernels are ready after `turns` questions."""
 
-    def __init__(self, calls, turns, first_turns):
-        self.calls, self.turns, self.first_turns, self.count = calls, turns, first_turns, 0
+    def __init__(self, calls, turns):
+        self.calls, self.turns = calls, turns
 
     def __call__(self, device, progress):
         self.progress = progress
@@ -83,18 +83,13 @@ class Compiler:
 
     def add(self, launch):
         launch()
-        self.count += 1
-        return self.count
 
-    def wait(self, count):
-        self.calls.append(("wait", count))
+    def wait(self):
+        self.calls.append("wait")
         for step in ((1, 3, False), (2, 3, True), (3, 3, True)):
             self.progress(*step)
 
-    def ready_within(self, seconds, count=None):
-        if count is not None:
-            self.first_turns -= 1
-            return self.first_turns < 0
+    def ready_within(self, seconds):
         self.turns -= 1
         return self.turns < 0
 
@@ -102,7 +97,7 @@ class Compiler:
         self.calls.append("close")
 
 
-def warming(monkeypatch, lazy, turns=0, first_turns=0, drafts=0, fails=()):
+def warming(monkeypatch, lazy, turns=0, drafts=0, fails=()):
     """A `WarmUp` without a GPU, its calls, and its stages."""
     calls, stages = [], []
 
@@ -111,7 +106,7 @@ def warming(monkeypatch, lazy, turns=0, first_turns=0, drafts=0, fails=()):
         if bucket in fails:
             raise fails[bucket]
 
-    monkeypatch.setattr(ahead_of_time, "AheadOfTime", Compiler(calls, turns, first_turns))
+    monkeypatch.setattr(ahead_of_time, "AheadOfTime", Compiler(calls, turns))
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     for name in ("_reserve", "_measure_prompts", "_measure_graphs", "on_device"):
@@ -134,7 +129,7 @@ def test_a_full_warm_up_leaves_nothing(monkeypatch, drafts):
     warm, calls, stages = warming(monkeypatch, lazy=drafts > 0, drafts=drafts)
     every = warm._runner.graphs.buckets.all()
     warm.start()
-    assert calls == ["first_launches", "other_launches", ("wait", 2), *every, "close"]
+    assert calls == ["first_launches", "other_launches", "wait", *every, "close"]
     assert (warm.remaining, warm.most_tokens) == (0, None)
     assert stages[:3] == [("kernels", 1, 3), (COMPILING, 2, 3), (COMPILING, 3, 3)]
     assert stages[3:] == [("CUDA graphs", i + 1, len(every)) for i in range(len(every))]
@@ -148,7 +143,7 @@ def test_a_lazy_warm_up_goes_on_piece_by_piece(monkeypatch):
     fails = {others[0]: torch.OutOfMemoryError("no memory"), others[1]: RuntimeError("broken")}
     warm, calls, _ = warming(monkeypatch, lazy=True, turns=2, fails=fails)
     warm.start()
-    assert calls == ["first_launches", ("wait", 1), ("reserve", every[0]), *first], "the memory of all graphs is taken first"
+    assert calls == ["first_launches", "wait", ("reserve", every[0]), *first], "the memory of all graphs is taken first"
     assert (warm.remaining, warm.most_tokens) == (len(others), MIDDLE_TOKENS)
     calls.clear()
     for _ in range(3):
@@ -162,15 +157,6 @@ def test_a_lazy_warm_up_goes_on_piece_by_piece(monkeypatch):
     while warm.remaining:
         warm.advance()
     assert calls[3:] == others[1:], "each comes once"
-
-
-def test_other_kernels_are_begun_while_the_first_are_compiled(monkeypatch):
-    """As many as there is time for; requests wait only for the first."""
-    for first_turns, begun in ((1, ["other_launches"]), (0, [])):
-        warm, calls, _ = warming(monkeypatch, lazy=True, turns=9, first_turns=first_turns)
-        warm.start()
-        assert calls[: 2 + len(begun)] == ["first_launches", *begun, ("wait", 1)]
-        assert warm.most_tokens == MIDDLE_TOKENS
 
 
 def test_pieces_take_a_share_of_the_time(monkeypatch):

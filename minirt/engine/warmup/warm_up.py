@@ -97,12 +97,9 @@ class WarmUp:
         self._compiler = AheadOfTime(device, ready)
         try:
             with on_device(device):
-                count = 0
                 for launch in launches:
-                    count = self._compiler.add(launch)
-                while self._launches and not self._compiler.ready_within(0, count):
-                    self._compiler.add(self._launches.popleft())
-                self._compiler.wait(count)
+                    self._compiler.add(launch)
+                self._compiler.wait()
                 torch.cuda.empty_cache()
                 if len(first) < len(buckets):
                     graphs.reserve(buckets[0])
