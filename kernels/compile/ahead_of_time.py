@@ -136,6 +136,21 @@ class _Compilers(ThreadPoolExecutor):
         super().shutdown(*args, **options)
 
 
+def _asynchronous(compilers: _Compilers) -> Any:
+    """Triton's asynchronous mode, which puts a kernel at once where Triton's next launch finds it and waits for it. In Triton 3.6
+    that happens only at the end of the mode, and a launch before compiles again."""
+    mode = triton.AsyncCompileMode(compilers, ignore_errors=True)
+    submit = mode.submit
+
+    def submit_and_place(key: Any, compile: Any, place: Callable[[Any], None], *others: Any) -> Any:
+        kernel = submit(key, compile, place, *others)
+        place(kernel)
+        return kernel
+
+    mode.submit = submit_and_place  # type: ignore[method-assign]
+    return mode
+
+
 class AheadOfTime:
     """Compiles and loads the kernels of launches that do not run: each once, in parallel, in the order of the launches.
 
@@ -152,7 +167,7 @@ class AheadOfTime:
         if device.type == "cuda":
             hash_triton()
             try:
-                self._asynchronous = triton.AsyncCompileMode(self._compilers, ignore_errors=True)
+                self._asynchronous = _asynchronous(self._compilers)
             except (AttributeError, TypeError) as error:
                 what = f"Triton {triton.__version__} has no asynchronous mode ({error})"
                 warn(f"kernels are compiled one after the other: {what}", RuntimeWarning)
@@ -254,10 +269,7 @@ def _compile_only(run: Callable[..., Any]) -> Callable[..., Any]:
             return run(kernel, *arguments, grid=grid, warmup=warmup, **options)
         if mode == "skip":
             return None
-        compiled = run(kernel, *arguments, grid=grid, warmup=True, **options)
-        future = getattr(compiled, "future", None)
-        if future is not None and future.done() and not future.cancelled():
-            compiled.result(ignore_errors=True)  # puts it where Triton's next launch finds it
+        run(kernel, *arguments, grid=grid, warmup=True, **options)
         return None
 
     return compile_only

@@ -157,6 +157,11 @@ def main() -> None:
     first = {"compiled": list(compiled), "loaded": list(loaded), "launched": list(launched), "progress": progress}
     launch(2), launch(3)
     then = {"compiled": list(compiled), "loaded": list(loaded), "launched": list(launched)}
+    known = len(compiled)
+    with AheadOfTime(GPU) as compiler:
+        compiler.add(lambda: launch(20))
+        launch(20)
+    early = len(compiled) - known
     raised = attempt(lambda: ahead(too_large, lambda: launch(4)))
     ahead(too_large, lambda: launch(5), ignore_errors=True)
     ended = attempt(lambda: ahead(*[partial(launch, scale) for scale in range(6, 12)], interrupt), KeyboardInterrupt)
@@ -166,8 +171,8 @@ def main() -> None:
     both = overlapping(lambda: launch(5))
     after = len(launched) - before - sum(both)
     results = {
-        "first": first, "then": then, "raised": raised, "left": left, "ended": ended, "after": after, "both": both,
-        "modules": [module.launch for module in modules],
+        "first": first, "then": then, "early": early, "raised": raised, "left": left, "ended": ended, "after": after,
+        "both": both, "modules": [module.launch for module in modules],
         "restored": JITFunction.run is run and build._load_module_from_path is import_again,
     }  # fmt: skip
     print(json.dumps(results))

@@ -22,6 +22,7 @@ def test_each_kernel_is_compiled_and_loaded_once_and_runs_when_launched_again(se
     assert first["progress"] == [[1, 2, False], [2, 2, False]]
     assert (then["compiled"], then["loaded"]) == (first["compiled"], first["loaded"])
     assert then["launched"] == ["small"] * 2
+    assert seen["early"] == 1, "a launch waits for what is being compiled"
 
 
 def test_what_else_launches_is_as_ever(seen):
