@@ -227,6 +227,24 @@ def trace_table(records: Records) -> str:
     return table(["decode step", "greedy, ms", "GPU idle", "top-p 0.95, ms", "GPU idle", "top-p costs"], rows)
 
 
+def start_table(records: Records) -> str:
+    """Starts with an empty kernel cache, with a folder of `minirt compile`, and with a warm one, by phase."""
+    kinds = {"empty": "empty kernel cache", "taken": "`--kernel-cache`", "warm": "warm kernel cache"}
+    phases = {
+        "torch": "import torch", "device": "CUDA", "minirt": "import minirt", "load": "load", "warm_up": "warm-up",
+        "first_token": "first token", "total": "all",
+    }  # fmt: skip
+    cells = []
+    for name, record in records.items():
+        model = record["model"] + ", `--fp8`" * (record["quantization"] == "fp8")
+        for row in record["results"]:
+            if row["caches"] == "warm" and name.endswith("taken"):  # another record has it
+                continue
+            times = (f"{row[f'{phase}_s']['median']:.2f}" for phase in phases)
+            cells.append([f"{model}, {kinds[row['caches']]}", *times, str(row["kernels"]) if row["caches"] != "warm" else NONE])
+    return table(["seconds", *phases.values(), "kernels compiled until then"], cells)
+
+
 def chunking_table(records: Records) -> str:
     """The time between two tokens of requests beside which prompts are computed, by the size of the chunks."""
     cells = [
@@ -550,6 +568,7 @@ BLOCKS = {
         _named(f"{_H100}steps-", "fp8-qwen3.5-35b-a3b fp8-qwen3-30b-a3b int4-qwen3-30b-a3b"), replays_table, _MODELS
     ),
     "formats": Block(_named("h200-steps-fp8-", "blocks channels odd-tiles odd-widths"), formats_table, _MODELS),
+    "start": Block(_named("h200-start-", "7b 7b-taken 7b-fp8 0.5b qwen3.5-9b 30b-a3b-fp8"), start_table, _SYSTEM),
     "chunking": Block(_named("h200-chunking-", "8448 2048 512"), chunking_table, _MODELS),
     "mixture": Block(_MIXTURE, mixture_table, _MODELS),
     "mixture-odd": Block(("h200-mixture-odd-bf16",), mixture_table, _MODELS),
@@ -586,7 +605,6 @@ _LOADED = "bf16 fp8 w4a16 mixture-bf16 mixture-fp8 mixture-fused-bf16 mixture-fu
 FINAL = {
     "headline": Final(_BOTH_ENGINES, README, "7223f8dee819c6fa"), "vllm": Final(_BOTH_ENGINES, README, "d2cce30bf07cefef"),
     "engines": Final(_BOTH_ENGINES, _MODELS, "9c530267c22bbd9a"), "drafts": Final(_BOTH_ENGINES[:1], _MODELS, "701022f22ff01a1f"),
-    "first-token": Final(_BOTH_ENGINES[:1], _SYSTEM, "60b2177080918262"),
     "cpu": Final(("cpu-smollm2",), _SYSTEM, "995445c77389703b"),
     "correction": Final(_BOTH_ENGINES, _MODELS, "90f97fe77671d12f"), "trained": Final(_TRAINED, _MODELS, "cdf2259091956508"),
     "ablation": Final(_named("h200-ablation-", "bf16 fp8"), _LAYERS, "6220524d212990cd"),

@@ -35,7 +35,7 @@ SCRIPTS = {
     "trace": "gpu_trace.py", "ablation": "ablation.py", "memory": "memory_cases.py",
     "mixture": "mixture.py", "steps": "steps.py", "served": "served.py", "sampling": "sampling_cost.py",
 }  # fmt: skip
-_BESIDE = ("trace", "memory", "served", "sampling")
+_BESIDE = ("trace", "memory", "served", "sampling", "start")
 UNCHECKED = _BESIDE  # they time what runs beside the kernels: nothing in them is right or wrong
 WITHOUT_CEILING = (*_BESIDE, "tune", "patch")  # these have no limit that they are compared with
 
