@@ -7,13 +7,18 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, overload
 
 from minirt.engine.request import TokenLogprobs, TokenOutput
 from minirt.errors import MinirtError, shortened
+from minirt.hooks.capture import save
 from minirt.sampling_params import EffectiveSampling
 from minirt.text.detokenizer import IncrementalDecoder
 from minirt.text.stop_strings import StopStrings
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SHOWN = 60  # characters of a text in a repr
 
@@ -42,6 +47,7 @@ class Completion:
     `num_draft_tokens`, `num_accepted_tokens`: drafts that were verified, and those that were right (speculative decoding).
     `logprobs`: of each token; None unless the request asks. `prompt_logprobs`: of each token of the prompt, None for the first;
     None unless the request asks, and before the first token.
+    `captured`: the hidden states that the request asks for, [N, H] for each place, or the file with them (`Capture`).
     """
 
     prompt_token_ids: list[int]
@@ -58,6 +64,7 @@ class Completion:
     index: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    captured: "dict[str, Tensor] | Path | None" = None
 
     @property
     def acceptance_length(self) -> float:
@@ -193,6 +200,9 @@ class CompletionStream:
             done.finish_reason, done.error = output.finish_reason, output.error
             return Piece("", (), output.finish_reason, self.sample)
         done.cached_tokens = output.num_cached
+        if (states := output.captured) is not None:
+            folder = done.sampling.capture.folder
+            done.captured = states if folder is None else save(states, folder, output.request_id)
         if output.prompt_logprobs is not None:
             done.prompt_logprobs = [None, *output.prompt_logprobs]
         tokens, finish_reason, text = output.token_ids, output.finish_reason, ""

@@ -4,12 +4,13 @@ Imports no torch, so that `from minirt import SamplingParams` is fast.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from minirt.errors import ConfigError, InputError, MinirtError, quoted, shortened
 from minirt.foreign_names import table
+from minirt.hooks.capture import Capture, capture, steering
 from minirt.settings import Integer, Number, Settings, is_token_id, setting, settings_of, switch, texts, token_ids
 from minirt.structured.params import StructuredOutputsParams
 
@@ -45,6 +46,14 @@ def _biases(value: Any, place: str, error: type[MinirtError], hint: str | None =
             raise error(what, where=place, expected=_BIAS.text, found=repr(key)[:500], hint=hint)
         biases[int(token)] = _BIAS(bias, place, error, hint)
     return biases
+
+
+def _functions(value: Any, place: str, error: type[MinirtError], hint: str | None = None) -> tuple[Callable[..., Any], ...]:
+    several = (value,) if callable(value) else value
+    if isinstance(several, list | tuple) and all(map(callable, several)):
+        return tuple(several)
+    expected = "functions (token ids, logits) → logits"
+    raise error("not logits processors", where=place, expected=expected, found=repr(value)[:500], hint=hint)
 
 
 def _structured(value: Any, place: str, error: type[MinirtError], hint: str | None = None) -> StructuredOutputsParams:
@@ -120,6 +129,18 @@ class SamplingParams(Settings):
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = setting(
         "What the text must be, such as JSON that a schema accepts: a `StructuredOutputsParams`, or its fields as a mapping.",
         check=_structured, acts="logits", option="", elsewhere={"vLLM": "guided_decoding"}, request=False)
+    logits_processors: Callable[..., Any] | Sequence[Callable[..., Any]] | None = setting(
+        "Functions of the user, (token ids, logits) → logits, that change the logits of each new token.", check=_functions,
+        unset=(), acts="logits", option="", request=False,
+        details="They get the prompt and what was generated, [n] int64, and a copy of the model's logits, [V] fp32, on the "
+        "model's device, and come before masks, biases and penalties. An exception ends the request. A step with one of them "
+        "waits for the tokens of the step before.")
+    capture: Capture | Sequence[str] | None = setting(
+        "Hidden states to return, of a model that was loaded with their places (`LoadOptions.capture`): a `Capture`, or names "
+        "such as layers.12.", check=capture, option="", scope="detail", request=False)
+    steer: Mapping[str, float] | None = setting(
+        "Factors of the edits that the model was loaded with (`LoadOptions.edits`), by their names.", check=steering, unset={},
+        acts="logits", option="", request=False)
     skip_special_tokens: bool = setting(
         "Leave special tokens out of the text.", True, check=switch, group="Output",
         option="--skip-special-tokens/--no-skip-special-tokens")
@@ -158,6 +179,9 @@ class SamplingParams(Settings):
         for wrong, name, what, expected in (
             (scored and self.prompt_logprobs is None, "max_tokens", "asks for nothing without prompt_logprobs", _MAX_TOKENS.text),
             (scored and self.n > 1, "n", "is about new tokens, and max_tokens is 0", "max_tokens of 1 or more"),
+            (scored and self.logits_processors, "logits_processors", "is about new tokens, and max_tokens is 0",
+             "max_tokens of 1 or more"),
+            (scored and self.capture, "capture", "is of requests that draw, and max_tokens is 0", "max_tokens of 1 or more"),
             (scored and self.structured_outputs, "structured_outputs", "is about new tokens, and max_tokens is 0",
              "max_tokens of 1 or more"),
             (self.truncate_prompt_tokens == 0, "truncate_prompt_tokens", "leaves no token of the prompt", _TRUNCATED.text),

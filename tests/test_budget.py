@@ -13,7 +13,7 @@ spec = importlib.util.spec_from_file_location("lines", Path(__file__).with_name(
 lines = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(lines)
 
-CORE = 10_229  # (pieces of a warm-up by their time) what one reads to know how a token is made: the rooms of `lines.CORE` together
+CORE = 10_229  # (warm-up by time) what one reads to know how a token is made: the rooms of `lines.CORE` together
 BUDGET = {
     "minirt": 2_005,  # the lazy warm-up: what a command begins before it imports PyTorch
     "minirt/engine": 3_137,  # a lazy warm-up, whose pieces take a share of the time

@@ -24,13 +24,15 @@ class Bucket(NamedTuple):
     """The sizes that one CUDA graph is captured for.
 
     `tokens`: 0 for decode steps. `short`: no sequence, including its new tokens, is longer than a KV split, so attention has no
-    splits to combine. `drafts`: of a decode step, for each sequence on average; 0: each sequence has one token.
+    splits to combine. `drafts`: of a decode step, for each sequence on average; 0: each sequence has one token. `hooked`: a
+    request asks for what hooks do.
     """
 
     seqs: int
     tokens: int = 0
     short: bool = False
     drafts: int = 0
+    hooked: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -53,7 +55,7 @@ class Bucket(NamedTuple):
 
     def serves(self, other: "Bucket") -> bool:
         """Whether steps of another bucket may be padded to this one."""
-        same_kind = (self.tokens > 0, self.drafts) == (other.tokens > 0, other.drafts)
+        same_kind = (self.tokens > 0, self.drafts, self.hooked) == (other.tokens > 0, other.drafts, other.hooked)
         return same_kind and self.seqs >= other.seqs and self.tokens >= other.tokens and self.short <= other.short
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ from minirt.errors import (
     QueueFullError,
     UnsupportedError,
 )
+from minirt.hooks.processors import ProcessedRows, UserProcessors
 from minirt.progress import LoadProgress
 from minirt.step.kv_cache import KVCache
 
@@ -98,6 +99,7 @@ class Engine:
             model, cache, device, replace(limits, max_model_len=self.max_len), vocab_size=vocab_size,
             cuda_graphs=options.cuda_graphs, proposer=proposer, adaptive_drafts=options.adaptive_drafts,
         )  # fmt: skip
+        self.checks.hooks = self._runner.hooks
         self._lookahead = int(not self._runner.waits) if options.lookahead is None else options.lookahead
         self._adaptive_drafts = options.adaptive_drafts
         learns = options.adaptive_drafts and limits.max_drafts and device.type != "cuda"  # a GPU's are measured at warm-up
@@ -214,6 +216,8 @@ class Engine:
         sampling, length = request.sampling, len(request.prompt_token_ids)
         ends = {*(() if sampling.ignore_eos else request.eos_token_ids), *sampling.stop_token_ids}
         sequence = Sequence(request, min(self.max_len, length + sampling.max_tokens), tuple(ends), request.rules)
+        if (hooks := self._runner.hooks) is not None:
+            sequence.captured = hooks.captured(sampling, length)
         problem: MinirtError | None = None
         try:  # again: a prompt that was pinned since lowers the limit
             self._scheduler.check_length(sequence.prompt_len, min(1, sampling.max_tokens))
@@ -325,24 +329,27 @@ class Engine:
     def _start(self, scheduled: ScheduledStep, outputs: list[TokenOutput], deliver: Deliver | None) -> StepOutOfMemory | None:
         """Start a step. Returns None, or a problem if memory runs out; in this case the step has changed nothing.
 
-        If a token is drawn under a constraint, the earlier steps are collected into `outputs` while the layers run. A sequence of
-        this very step may end by that.
+        If a draw needs tokens, for a constraint or for functions of users, the earlier steps are collected into `outputs` while
+        the layers run. A sequence of this very step may end by that.
         """
         began, runner = time.perf_counter(), self._runner
-        plan = plan_step(scheduled, self._scheduler.host, runner.columns, self._vocab_size)
+        plan = plan_step(scheduled, self._scheduler.host, runner.columns, self._vocab_size, runner.hooks)
         try:
-            if plan.sampling.masked:
+            if plan.sampling.needs_tokens:
                 forward = runner.forward(plan)
                 outputs += self._collect_to(0, deliver)
-                outputs += self._fill_masks(scheduled)
-                step = runner.draw(forward)
+                drawing = self._drawing(scheduled)
+                outputs += self._fill_masks(drawing) if plan.sampling.masked else []
+                process = _processors(drawing) if plan.sampling.processed else None
+                step = runner.draw(forward, process)
+                outputs += [] if process is None else [self._fail(failed, error) for failed, error in process.errors.items()]
             else:
                 step = runner.start(plan)
         except Exception as error:  # only its text is kept: its traceback refers to the step's activations
             if not isinstance(error, StepOutOfMemory) and not is_out_of_memory(error):
                 raise
             return StepOutOfMemory(getattr(error, "slot", None), str(error))
-        if self._step_times is not None and not scheduled.prompts and not plan.sampling.masked:
+        if self._step_times is not None and not scheduled.prompts and not plan.sampling.needs_tokens:
             self._step_times.observe(scheduled.sequences.total_tokens, time.perf_counter() - began)
         self._scheduler.on_started(scheduled)
         self._in_flight.append((step, scheduled))
@@ -353,23 +360,26 @@ class Engine:
             self._peak_memory = peak_memory(self._device)
         return None
 
-    def _fill_masks(self, scheduled: ScheduledStep) -> list[TokenOutput]:
-        """Write the masks of a step whose layers run, for each draw. Every earlier step has been collected.
-
-        Returns the errors of sequences whose constraints cannot go on.
-        """
-        if self._constraints is None:
-            return []
+    def _drawing(self, scheduled: ScheduledStep) -> "list[Drawing]":
+        """Who draws in a step whose layers run, in order. Every earlier step has been collected."""
         host, planned, drafts = self._scheduler.host, scheduled.sequences, self._scheduler.draft_lengths
-        current = host.unchanged(planned.slots, scheduled.epochs).tolist()
-        rows, running = list[ConstrainedRows](), list[Sequence | None]()
+        current, drawing = host.unchanged(planned.slots, scheduled.epochs).tolist(), list[Drawing]()
         for slot, count, same in zip(planned.slots.tolist(), planned.num_draws.tolist(), current, strict=True):
             if count:
-                running.append(sequence := host.sequences[slot] if same else None)
+                sequence = host.sequences[slot] if same else None
                 proposed = () if drafts is None or sequence is None else drafts.of(slot)
-                rows.append(ConstrainedRows(None if sequence is None else sequence.constraint, count, proposed))
-        errors = self._constraints.fill(self._runner.masks(planned.total_draws), rows)
-        return [self._fail(failed.id, error) for place, error in errors.items() if (failed := running[place]) is not None]
+                drawing.append(Drawing(sequence, count, proposed))
+        return drawing
+
+    def _fill_masks(self, drawing: "Seq[Drawing]") -> list[TokenOutput]:
+        """Write the masks of a step's draws. Returns the errors of sequences whose constraints cannot go on."""
+        if self._constraints is None:
+            return []
+        rows = [ConstrainedRows(None if one.sequence is None else one.sequence.constraint, *one[1:]) for one in drawing]
+        errors = self._constraints.fill(self._runner.masks(sum(one.num_rows for one in drawing)), rows)
+        return [
+            self._fail(failed.id, error) for place, error in errors.items() if (failed := drawing[place].sequence) is not None
+        ]
 
     def _collect_to(self, most: int, deliver: Deliver | None) -> list[TokenOutput]:
         """Wait for steps until at most `most` are in flight.
@@ -390,3 +400,22 @@ class Engine:
     def _fail(self, request_id: int, error: MinirtError) -> TokenOutput:
         self.abort(request_id, failed=True)
         return TokenOutput(request_id, (), "error", error=error)
+
+
+class Drawing(NamedTuple):
+    """Rows of logits from which a step draws tokens of a sequence; None: it has ended since. `drafts`: see `ConstrainedRows`."""
+
+    sequence: Sequence | None
+    num_rows: int
+    drafts: Seq[int]
+
+
+def _processors(drawing: Seq[Drawing]) -> UserProcessors:
+    """The functions of the requests that have some, for their rows."""
+    rows, first = list[ProcessedRows](), 0
+    for sequence, count, drafts in drawing:
+        if sequence is not None and sequence.sampling.logits_processors:
+            functions = sequence.sampling.logits_processors
+            rows.append(ProcessedRows(sequence.id, first, sequence.tokens.copy(), drafts[: count - 1], functions))
+        first += count
+    return UserProcessors(rows)

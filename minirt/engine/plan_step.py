@@ -9,23 +9,27 @@ import numpy as np
 from minirt.engine.schedule.scheduler import ScheduledStep
 from minirt.engine.state.sequence import Sequence
 from minirt.engine.state.slots import NEVER, HostSlots
+from minirt.hooks.step import StepHooks
 from minirt.kernels.sampling.batch import COLUMNS, column_values, filters_of, fp32_temperature
 from minirt.kernels.step.table import NEXT_TOKENS, Columns
 from minirt.sampling_params import FILTERS
 from minirt.step.plan import NO_TOKENS, Edit, Sampling, Scored, SlotRules, StepPlan
 
 # `HostSlots.flags`: what the draws of a sequence need. Those of rules end with `HostSlots.rules_until`.
-_SAMPLED, _RULES, _BIAS, _BAN, _MASKED, _LOGPROBS, *_FILTERS = (1 << i for i in range(6 + len(FILTERS)))
+_SAMPLED, _RULES, _BIAS, _BAN, _MASKED, _PROCESSED, _LOGPROBS, _HOOKED, *_FILTERS = (1 << i for i in range(8 + len(FILTERS)))
 _OF_RULES = _RULES | _BIAS | _BAN
 _OF_FILTER = dict(zip(FILTERS, _FILTERS, strict=True))
 _HEAD = struct.Struct(f"=6i {COLUMNS} Q 2i")  # the words of a row before the next tokens
 
 
-def plan_step(scheduled: ScheduledStep, host: HostSlots, columns: Columns, vocab: int) -> StepPlan:
+def plan_step(
+    scheduled: ScheduledStep, host: HostSlots, columns: Columns, vocab: int, hooks: StepHooks | None = None
+) -> StepPlan:  # fmt: skip
     """The plan of a step.
 
     Args:
         vocab: columns of the logits.
+        hooks: of the model.
     """
     planned, rules, scored = scheduled.sequences, list[SlotRules](), list[Scored]()
     tokens, edits = list[np.ndarray](), list[Edit]()
@@ -55,9 +59,12 @@ def plan_step(scheduled: ScheduledStep, host: HostSlots, columns: Columns, vocab
         for slot in host.unsent.intersection(planned.slots[:going_on].tolist()):
             edits += _new_pages(host, slot, columns)
     given = np.concatenate(tokens) if len(tokens) > 1 else tokens[0] if tokens else NO_TOKENS
+    bits, hooked = _bits(scheduled, host), None
+    if bits & _HOOKED and hooks is not None:
+        hooked = hooks.plan(planned, [host.sequences[slot] for slot in planned.slots.tolist()])
     return StepPlan(
-        planned, given, tuple(edits), tuple(rules), tuple(scored), _sampling(scheduled, host), scheduled.copies,
-        scheduled.snapshots,
+        planned, given, tuple(edits), tuple(rules), tuple(scored), _sampling(scheduled, host, bits), scheduled.copies,
+        scheduled.snapshots, hooked,
     )  # fmt: skip
 
 
@@ -67,10 +74,11 @@ def _new_pages(host: HostSlots, slot: int, columns: Columns) -> list[Edit]:
     return [Edit(slot, columns.page_tables + first, pages.copy())] if len(pages) else []
 
 
-def _sampling(scheduled: ScheduledStep, host: HostSlots) -> Sampling:
-    """What the draws of a step need."""
-    slots, draws, bits = scheduled.sequences.slots, scheduled.sequences.num_draws, 0
+def _bits(scheduled: ScheduledStep, host: HostSlots) -> int:
+    """What a step's sequences need."""
+    slots, bits = scheduled.sequences.slots, 0
     for _, sequence, chunk in scheduled.prompts:
+        bits |= int(host.flags[chunk.slot]) & _HOOKED
         if chunk.num_draws:
             past_rules = len(sequence.tokens) - sequence.prompt_len >= host.rules_until[chunk.slot]
             bits |= int(host.flags[chunk.slot]) & (~_OF_RULES if past_rules else -1)
@@ -83,6 +91,12 @@ def _sampling(scheduled: ScheduledStep, host: HostSlots) -> Sampling:
             flags = np.where(generated < host.rules_until[decoding], flags, flags & ~_OF_RULES)
             of_decoding = int(np.bitwise_or.reduce(flags))
         bits |= of_decoding
+    return bits
+
+
+def _sampling(scheduled: ScheduledStep, host: HostSlots, bits: int) -> Sampling:
+    """What the draws of a step need."""
+    slots, draws = scheduled.sequences.slots, scheduled.sequences.num_draws
     if not bits & _LOGPROBS:
         return _of_bits(bits)
     return _of_bits(bits)._replace(logprobs=tuple(np.repeat(host.num_top[slots], draws).tolist()))
@@ -91,14 +105,15 @@ def _sampling(scheduled: ScheduledStep, host: HostSlots) -> Sampling:
 @lru_cache
 def _of_bits(bits: int) -> Sampling:
     filters = tuple(name for name, flag in _OF_FILTER.items() if bits & flag)
-    rules, bias, ban, masked = (bool(bits & flag) for flag in (_RULES, _BIAS, _BAN, _MASKED))
-    return Sampling(not bits & _SAMPLED, filters, rules, bias, ban, masked)
+    rules, bias, ban, masked, processed = (bool(bits & flag) for flag in (_RULES, _BIAS, _BAN, _MASKED, _PROCESSED))
+    return Sampling(not bits & _SAMPLED, filters, rules, bias, ban, masked, processed)
 
 
 def _needs(sequence: Sequence, vocab: int) -> tuple[int, int, int]:
     """What the draws of a sequence need: `HostSlots.flags`, `num_top`, `rules_until`."""
     s, rules, until = sequence.sampling, sequence.rules, 0
-    bits = _MASKED * (sequence.constraint is not None) | _LOGPROBS * (s.logprobs is not None)
+    bits = _MASKED * (sequence.constraint is not None) | _PROCESSED * bool(s.logits_processors)
+    bits |= _LOGPROBS * (s.logprobs is not None) | _HOOKED * bool(s.capture is not None or s.steer)
     bits |= _SAMPLED * (fp32_temperature(s) > 0) | sum(_OF_FILTER[name] for name in filters_of(s))
     if rules is not None:
         bits |= _RULES | _BIAS * bool(rules.bias) | _BAN * bool(rules.bad_words or rules.end_ids)

@@ -77,7 +77,8 @@ class TokenOutput(NamedTuple):
     long the request waited for its first step, with its first output; else None. `logits`: [T, V] fp32 on the CPU, of a request
     with `logits_only`, whose only output has no token. `times`: the `time.perf_counter` at which each token was known, of a
     request with `final_only`. `num_draft_tokens`, `num_accepted_tokens`: how many drafts were verified for the request so
-    far, and how many of them were right.
+    far, and how many of them were right. `captured`: the hidden states that the request asks for, [N, H] on the CPU for each
+    place, with its last output.
     """
 
     request_id: int
@@ -92,6 +93,7 @@ class TokenOutput(NamedTuple):
     times: tuple[float, ...] = ()
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    captured: Any = None
 
 
 class DraftStats(NamedTuple):

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from minirt.engine.schedule.scheduler import Scheduler
 from minirt.engine.token_constraints import TokenConstraints
 from minirt.errors import InputError, UnsupportedError
+from minirt.hooks.step import StepHooks
 from minirt.sampling_params import MAX_PROMPT_LOGPROBS, EffectiveSampling
 from minirt.step.rules import Rules
 
@@ -20,6 +21,7 @@ class RequestChecks:
 
     def __init__(self, vocab_size: int, scheduler: Scheduler, constraints: TokenConstraints | None) -> None:
         self._vocab_size, self._scheduler, self._constraints = vocab_size, scheduler, constraints
+        self.hooks: StepHooks | None = None  # of the model
 
     def check(
         self, prompt_token_ids: Sequence[int], sampling: EffectiveSampling | None = None, rules: Rules | None = None,
@@ -51,6 +53,11 @@ class RequestChecks:
                 if largest >= self._vocab_size:
                     expected = f"ids from 0 to {self._vocab_size - 1}"
                     raise InputError("not a token id of this model", where=name, expected=expected, found=largest)
+            if self.hooks is not None:
+                self.hooks.check(sampling)
+            elif sampling.capture is not None or sampling.steer:
+                place, hint = "capture" if sampling.capture is not None else "steer", "load it with capture=[…] or edits={…}"
+                raise InputError("the model was loaded without hooks", where=place, hint=hint)
             if (spec := sampling.structured_outputs) is not None:
                 if self._constraints is None:
                     raise no_constraints()

@@ -18,6 +18,7 @@ import torch
 from minirt import models
 from minirt.device import AbsentGPU, AnyDevice, compute_capability, pick_device, total_memory
 from minirt.errors import ConfigError, InputError, MinirtError, ModelNotFoundError, UnsupportedError
+from minirt.hooks.layer import with_hooks
 from minirt.layers import Layer
 from minirt.loading import checkpoint
 from minirt.loading.checkpoint import Entries, Entry, shows_tied
@@ -121,7 +122,10 @@ def build(options: LoadOptions, source: Source, entries: Entries | None, device:
     if isinstance(speculative, SpeculativeOptions) and speculative.has_draft_model:
         layers, draft = _build_with_drafts(options, config, entries, rows := speculative.draft_rows(config.vocab_size))
     else:
-        layers = in_order(config, options.layers(config) if options.layers else models.build(config))
+        layers = options.layers(config) if options.layers else models.build(config)
+    if options.capture or options.edits:
+        layers = with_hooks(config, layers, options.capture, options.edits or {})
+    layers = in_order(config, layers)
     fuse_experts([*layers, *draft], entries)
     formats = choose_formats(options, [*layers, *draft], source, entries, device)
     if isinstance(formats, StoredFormats) and rows is not None:

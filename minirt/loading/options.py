@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from minirt.errors import ConfigError, InputError, MinirtError, inside, quoted
 from minirt.sampling_params import OF_SAMPLING
-from minirt.settings import Integer, Number, Settings, one_of, setting, settings_of
+from minirt.settings import Integer, Number, Settings, one_of, setting, settings_of, texts
 from minirt.sizes import parse_size
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from minirt.engine.proposer import Proposer
     from minirt.layers import Layer
     from minirt.modeling.config import ModelConfig
@@ -84,6 +86,12 @@ class LoadOptions(Settings):
         "Composes another model from the config: `layers(config) -> [Embedding, …, Head]`.", option="",
         details="The model inserts a `Select` unless the list has one. `Generator.unused_tensors` lists the checkpoint tensors "
         "that no layer uses.")
+    capture: Sequence[str] = setting(
+        "Places whose hidden states requests may ask for: names of layers or blocks, such as layers.12 or layers.*.attention.",
+        (), option="", check=texts("places"), details="Each takes memory for the tokens of the largest step.")
+    edits: "Mapping[str, Callable[[Tensor, Tensor], Tensor]] | None" = setting(
+        "Functions (x, factor) → x by place, which change the residual stream of requests that ask for it with "
+        "`SamplingParams.steer`. `minirt.hooks.layer` makes some.", option="")
     max_model_len: int | None = setting(
         "Positions to serve, prompt and completion together.", kind="tokens", scope="memory", engine=True,
         details="None: the model's own, or with a warning as many as fit; a number that does not fit is an error. With linear "

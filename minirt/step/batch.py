@@ -56,6 +56,7 @@ class Batch:
         snapshots: [B, 2, 2] int32, of each snapshot that recurrent layers store within the step (`StateSpec.snapshot_tokens`):
             the row of the states, and how many of the sequence's new tokens it has. In order; −1: no more of them. None or empty:
             no sequence has one.
+        hooks: `StepHooks`, which hooks among the layers call; None: they do nothing.
     """
 
     input_ids: Tensor
@@ -77,6 +78,7 @@ class Batch:
     taps: Tensor | None = None
     hidden: Tensor | None = None
     snapshots: Tensor | None = None
+    hooks: Any = None
 
     @property
     def device(self) -> torch.device:

@@ -117,6 +117,7 @@ class Sampling(NamedTuple):
         all_greedy, filters: whether no draw has a temperature; the filters that a draw uses (`SamplingBatch`).
         any_rules, any_bias, any_ban: whether a sequence has rules for its logits; biases; forbidden tokens.
         masked: masks of the draws follow, see `Runner.draw`.
+        processed: functions of users that change logits follow, see `Runner.draw`.
         logprobs: for each draw, the number of most probable tokens to list, −1 for no log-probabilities. Empty: no request asks.
     """
 
@@ -126,7 +127,29 @@ class Sampling(NamedTuple):
     any_bias: bool = False
     any_ban: bool = False
     masked: bool = False
+    processed: bool = False
     logprobs: tuple[int, ...] = ()
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the host has to know all tokens before the draw."""
+        return self.masked or self.processed
+
+
+class HookPlan(NamedTuple):
+    """What a step's hooks do (`minirt.hooks`).
+
+    Args:
+        owners: (place of the sequence in the plan, first row, number of rows) of each whose states are copied.
+        rows: [2, N] int64, of each row: the place of its sequence, and the number of its token among the new ones.
+        names: the places in the model.
+        factors: [edits, B] fp32, of the sequences.
+    """
+
+    owners: tuple[tuple[int, int, int], ...]
+    rows: np.ndarray
+    names: tuple[str, ...]
+    factors: np.ndarray
 
 
 @dataclass(eq=False)
@@ -141,3 +164,4 @@ class StepPlan:
     sampling: Sampling = field(default_factory=Sampling)
     copies: Copies = NO_COPIES
     snapshots: tuple[Snapshot, ...] = ()
+    hooks: HookPlan | None = None

@@ -7,6 +7,7 @@ or has a reader, a constraint or log-probabilities. The tokens of a sequence tha
 import time
 from collections.abc import Callable, Mapping
 
+import numpy as np
 import torch
 
 from minirt.engine.execute.runner import StepResult
@@ -16,7 +17,9 @@ from minirt.engine.state.sequence import Sequence
 from minirt.engine.state.slots import Reason
 from minirt.engine.token_constraints import ConstrainedRows, TokenConstraints
 from minirt.errors import InputError, MinirtError, NumericsError
+from minirt.hooks.step import CapturedRows
 from minirt.kernels.sampling.reference import unpacked
+from minirt.step.plan import PlannedSequences
 
 Deliver = Callable[[list[TokenOutput]], None]
 _FINISH_REASONS: dict[int, str | None] = {Reason.RUNS: None, Reason.STOP: "stop", Reason.LENGTH: "length"}
@@ -58,6 +61,8 @@ class Collector:
         outputs = self._scores(result, scheduled) if result.scored else []
         taken, reasons = host.extend(drawing, counts, tokens, time.perf_counter())
         self.num_generated += sum(taken.tolist())
+        if result.captured is not None:
+            self._keep_states(result.captured, planned, same, dict(zip(rows.tolist(), taken.tolist(), strict=True)))
         told = (host.watched[drawing] | (reasons != Reason.RUNS)).nonzero()[0]
         if len(told):
             columns = [drawing, rows, taken, reasons, tokens]
@@ -73,6 +78,16 @@ class Collector:
             if not chunk.num_draws and same[place] and sequence.slot >= 0:
                 self._scheduler.register_pages(sequence, min(chunk.stop, len(sequence.tokens) - 1))
         return outputs
+
+    def _keep_states(
+        self, captured: CapturedRows, planned: PlannedSequences, same: np.ndarray, taken: Mapping[int, int]
+    ) -> None:  # fmt: skip
+        """Keep the hidden states of a step for its sequences: of next tokens, as many as it has taken."""
+        for place, first, count in captured.plan.owners:
+            sequence = self._scheduler.host.sequences[int(planned.slots[place])] if same[place] else None
+            if sequence is not None and sequence.captured is not None:
+                kept = count if planned.starts[place] >= 0 else min(count, taken.get(place, 0))
+                sequence.captured.add(captured.of(first), kept)
 
     def _scores(self, result: StepResult, scheduled: ScheduledStep) -> list[TokenOutput]:
         """Keep a step's log-probabilities and logits of prompts. Returns the outputs of requests that are complete."""
@@ -126,6 +141,7 @@ class Collector:
         return [TokenOutput(  # by position: with keywords it takes twice as long, for each sequence of a step
             request.id, tuple(tokens), _FINISH_REASONS[reason], None, sequence.num_cached, logprobs, prompt_logprobs,
             queue_time_s, None, times, drafted, accepted,
+            None if sequence.captured is None or reason == Reason.RUNS else sequence.captured.result(),
         )]  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from minirt.engine.execute.step_graphs import StepGraphs
 from minirt.engine.limits import EngineLimits, max_splits
 from minirt.engine.proposer import Proposer
 from minirt.engine.request import TokenLogprobs
+from minirt.hooks.step import CapturedRows, step_hooks
 from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.kernels.step.table import NUM_NEXT
 from minirt.modeling.model import Model
@@ -42,6 +43,7 @@ class StepResult(NamedTuple):
             sequence did not ask.
         scored: for each of the plan's `scored`.
         proposed: [B, 2 + drafts] int32, the drafts for the next step (`report` in `kernels/step/table.py`); None: no proposer.
+        captured: the states that hooks have copied; None: no request asks.
     """
 
     counts: np.ndarray
@@ -49,6 +51,7 @@ class StepResult(NamedTuple):
     logprobs: list[TokenLogprobs | None] | None = None
     scored: Sequence[ScoredRows] = ()
     proposed: np.ndarray | None = None
+    captured: CapturedRows | None = None
 
     def lists(self) -> list[list[int]]:
         """The tokens that each sequence yields."""
@@ -75,6 +78,7 @@ class StartedStep(NamedTuple):
     proposed: np.ndarray | None
     packed: Tensor | None
     scored: list[ScoredRows]
+    captured: CapturedRows | None
     ended: "torch.cuda.Event | None"  # None: the step had ended when it was returned
 
     def result(self) -> StepResult:
@@ -83,7 +87,7 @@ class StartedStep(NamedTuple):
             self.ended.synchronize()
         rows = self.values.copy()  # a later step uses the buffer again
         proposed = None if self.proposed is None else self.proposed.copy()
-        result = StepResult(rows[:, 0], rows[:, 1:], None, self.scored, proposed)
+        result = StepResult(rows[:, 0], rows[:, 1:], None, self.scored, proposed, self.captured)
         if self.packed is None:
             return result
         drawn = list[int]()
@@ -132,10 +136,11 @@ class Runner:
         self._taps: Tensor | None = None  # the hidden states of a step, for a draft model
         if isinstance(model, Model) and model.draft_model is not None:
             self._taps = torch.zeros(tokens, model.config.hidden_size, dtype=model.dtype, device=device)
+        self.hooks = step_hooks(model, tokens, seqs, device)
         self.graphs = StepGraphs(self, buckets)
 
     def start(self, plan: StepPlan) -> StartedStep:
-        """Queue a step whose sampling is not masked.
+        """Queue a step whose draw needs nothing of the host.
 
         Raises:
             torch.OutOfMemoryError, StepOutOfMemory: no memory for the step's activations, or for the rules of one sequence. Then
@@ -145,7 +150,7 @@ class Runner:
             return self._draw(self._forward(plan))
 
     def forward(self, plan: StepPlan) -> Forward:
-        """Queue the layers of a step whose sampling is masked. Then write the masks to `masks`, and call `draw`.
+        """Queue the layers of a step whose draw needs tokens. Then write masks to `masks`, and call `draw`.
 
         Raises as `start` does.
         """
@@ -156,17 +161,22 @@ class Runner:
         """The host's buffer for the masks of the next draw: [Q, ceil(V / 32)] int32, a row for each of a step's draws."""
         return self.sampler.masks(count)
 
-    def draw(self, forward: Forward) -> StartedStep:
-        """The second half of a step. Raises as `start` does."""
+    def draw(self, forward: Forward, process: Callable[[Tensor], Tensor] | None = None) -> StartedStep:
+        """The second half of a step. Raises as `start` does.
+
+        `process`: functions of users, logits of the draws [Q, V] → other logits.
+        """
         with self._inference, self._on_device:
-            return self._draw(forward)
+            return self._draw(forward, process)
 
     def _forward(self, plan: StepPlan) -> Forward:
         needs, planned = plan.sampling, plan.sequences
-        needed = bool(plan.scored or needs.masked or needs.any_rules or needs.logprobs or not needs.all_greedy)
+        needed = bool(plan.scored or needs.needs_tokens or needs.any_rules or needs.logprobs or not needs.all_greedy)
         bucket = self.graphs.find_or_capture(plan)
         greedy = not needed and bucket is not None
         self.buffers.send(plan, logits_needed=needed, greedy=greedy)
+        if self.hooks is not None and plan.hooks is not None:
+            self.hooks.send(plan.hooks)
         if plan.copies is not NO_COPIES:
             self.cache.copy(plan.copies)
         if bucket is not None:
@@ -207,26 +217,29 @@ class Runner:
                 every_row = bool((exact & (planned.num_logits == planned.num_tokens)).all())
         splits = sum([-(-length // KV_SPLIT) for length in lens])
         batch = Batch.of(step, tuple(counts), tuple(lens), max(lens), splits, every_row)
-        return view, self.with_buffers(batch, logits)
+        return view, self.with_buffers(batch, logits, hooked=plan.hooks is not None)
 
-    def with_buffers(self, batch: Batch, logits: int) -> Batch:
-        """The batch, with what its layers write to beside their results."""
+    def with_buffers(self, batch: Batch, logits: int, *, hooked: bool = False) -> Batch:
+        """The batch, with what its layers write to beside their results. `hooked`: a request asks for what hooks do."""
+        if hooked:
+            batch = replace(batch, hooks=self.hooks)
         if self._taps is not None:
             batch = replace(batch, taps=self._taps[: batch.num_tokens])
         if self.graphs.captured is None or not isinstance(self.model, Model):
             return batch
         return replace(batch, row_maxima=self.buffers.row_maxima_of(logits, self.model.row_maxima_tiles(logits)))
 
-    def _draw(self, forward: Forward) -> StartedStep:
+    def _draw(self, forward: Forward, process: Callable[[Tensor], Tensor] | None = None) -> StartedStep:
         plan, view, logits, row_maxima, batch, bucket, committed = forward
         tensors, scored = view.tensors, list[ScoredRows]()
+        captured = self.hooks.take(plan.hooks, batch) if self.hooks is not None and plan.hooks is not None else None
         if plan.scored:
             scored = self.sampler.score(logits, plan)
             logits, row_maxima = logits.index_select(0, tensors.draw_rows), None
         packed, drawn = None, tensors.draw_rows  # no token, if there are no draws
         if not committed:
             if plan.sequences.total_draws:
-                drawn, packed = self.sampler.draw(logits, row_maxima, view, plan, self.buffers.drafts)
+                drawn, packed = self.sampler.draw(logits, row_maxima, view, plan, self.buffers.drafts, process)
             self.buffers.commit(view, drawn)
         if plan.sampling.any_rules:
             self.sampler.record(drawn, view)
@@ -239,7 +252,7 @@ class Runner:
         if self._cuda:  # also if the step has no tokens: the host is at most one step ahead of the device
             ended = torch.cuda.Event()
             ended.record()
-        return StartedStep(plan, result, proposed, packed, scored, ended)
+        return StartedStep(plan, result, proposed, packed, scored, captured, ended)
 
     def _propose(self, proposer: Proposer, plan: StepPlan, batch: Batch, bucket: Bucket | None) -> None:
         """Propose drafts for a step's sequences. Their tokens are in the table, so the step cannot be tried again: if memory runs

@@ -4,7 +4,7 @@ Nothing here waits. All buffers whose size does not depend on the step are alloc
 allocated before its tokens reach the table of slots: if memory runs out, nothing has changed, and the step can be tried again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -110,14 +110,16 @@ class Sampler:
                 raise StepOutOfMemory(slot, str(error)) from None
 
     def draw(
-        self, logits: Tensor, row_maxima: Tensor | None, view: StepView, plan: StepPlan, proposed: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+        self, logits: Tensor, row_maxima: Tensor | None, view: StepView, plan: StepPlan, proposed: Tensor | None = None,
+        process: Callable[[Tensor], Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Draw a token from each row of `logits` [Q, V].
 
         Args:
             row_maxima: see `sample`.
             view: of a step with Q draws.
             proposed: [S, drafts] int32, the drafts of each slot; None: there are none.
+            process: logits → those with which the draw begins; None: the model's.
         Returns:
             The tokens [Q] int64 on the device, and the packed log-probabilities on the host, or on their way there, if one asks.
         """
@@ -126,6 +128,8 @@ class Sampler:
         packed = self._packed[:count] if num_top >= 0 else None
         if num_top > MAX_TOP:
             packed = torch.empty(count, columns(num_top), dtype=torch.int32, device=self._device)
+        if process is not None:
+            logits, row_maxima = process(logits), None
         if needs.masked:
             self._masks.send(count)
         batch = settings.needed(needs.filters, all_greedy=needs.all_greedy)

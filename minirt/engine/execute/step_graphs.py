@@ -43,6 +43,8 @@ class StepGraphs:
         if self.captured is None or self.buckets is None:
             return None
         bucket = self.buckets.find(plan)
+        if bucket is not None and plan.hooks is not None:
+            bucket = bucket._replace(hooked=True)
         if bucket is None or bucket in self.captured:
             return bucket
         if self.later:
@@ -77,7 +79,7 @@ class StepGraphs:
             view.tensors, (query_len,) * seqs, (longest,) * seqs, longest, max_splits(seqs, longest, runner.cache.capacity),
             every_row=bucket.one_token,
         )  # fmt: skip
-        batch = runner.with_buffers(batch, rows)
+        batch = runner.with_buffers(batch, rows, hooked=bucket.hooked)
         if self.captured is not None:
             batch = replace(batch, logits=runner.buffers.logits[:rows])
         self._static[bucket] = view, batch

@@ -577,6 +577,7 @@ class Scheduler:
             return iter([NO_HIT])
         # At least one token is computed. The logits of token i score token i + 1.
         known = sequence.logits_from if sequence.num_to_score else len(sequence.tokens) - 1
+        known = known if sequence.captured is None else min(known, sequence.captured.next)
         return self.prefix_cache.hits(sequence.keys, sequence.tokens, sequence.request.cache_salt, known)
 
     def _fitting(self, sequence: Sequence, splits: int) -> Hit | None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from minirt.engine.request import Request, TokenLogprobs
 from minirt.engine.state.slots import NEVER, HostSlots
 from minirt.engine.token_constraints import TokenConstraint
+from minirt.hooks.capture import Captured
 from minirt.step.plan import NO_TOKENS
 from minirt.step.rules import Rules
 
@@ -68,6 +69,7 @@ class Sequence:
         # Log-probabilities of the prompt, until they are delivered; None: the request does not ask for them.
         self.scores: list[TokenLogprobs] | None = None if self.sampling.prompt_logprobs is None else []
         self.logits: list[Tensor] = []  # of all tokens, with `logits_only`
+        self.captured: Captured | None = None  # hidden states that its request asks for
 
     @property
     def watched(self) -> bool:

@@ -1,0 +1,127 @@
+"""`Capture`: which hidden states a request asks for; `Captured`: those that its sequence has. Imports no torch by itself."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minirt.errors import InputError, MinirtError
+from minirt.settings import one_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ROWS = ("all", "prompt", "answer", "last")
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Capture:
+    """Hidden states that a request asks for: the residual stream behind layers, after its edits there.
+
+    Args:
+        places: names of layers, or of blocks, whose last layer is meant: "layers.12", "layers.*.attention", "embedding". A star
+            stands for one part of a name. The model was loaded with them (`LoadOptions.capture`).
+        rows: "all": of each token but the last one, which is not computed; "prompt": of its tokens; "answer": of the tokens after
+            it; "last": of the last computed token alone.
+        dtype: float32, bfloat16 or float16; None: the model's.
+        folder: write them to FOLDER/REQUEST.safetensors, with a number for each request.
+    """
+
+    places: tuple[str, ...]
+    rows: str = "all"
+    dtype: str | None = None
+    folder: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        places = (self.places,) if isinstance(self.places, str) else self.places
+        if not isinstance(places, list | tuple) or not places or not all(isinstance(name, str) for name in places):
+            expected = "names of layers, such as layers.12"
+            raise InputError("not places of a model", where="Capture.places", expected=expected, found=repr(places)[:200])
+        object.__setattr__(self, "places", tuple(places))
+        one_of(*ROWS)(self.rows, "Capture.rows", InputError)
+        if self.dtype is not None:
+            one_of(*_DTYPES)(self.dtype, "Capture.dtype", InputError)
+
+    def first(self, prompt_len: int) -> int:
+        """The first token whose states are asked for."""
+        return {"answer": prompt_len, "last": prompt_len - 1}.get(self.rows, 0)
+
+
+def capture(value: Any, place: str, error: type[MinirtError], hint: str | None = None) -> Capture:
+    """A check: a `Capture`, or its places."""
+    return value if isinstance(value, Capture) else Capture(value)
+
+
+def steering(value: Any, place: str, error: type[MinirtError], hint: str | None = None) -> dict[str, float]:
+    """A check: edit → factor."""
+    if not isinstance(value, Mapping) or not all(isinstance(n, str) and isinstance(f, int | float) for n, f in value.items()):
+        raise error("not factors of edits", where=place, expected="edits with numbers", found=repr(value)[:200], hint=hint)
+    return {name: float(factor) for name, factor in value.items()}
+
+
+def matching(patterns: Iterable[str], names: Sequence[str], where: str) -> list[str]:
+    """The names that match a pattern, in their order. Raises InputError for a pattern that matches none."""
+    parts, chosen = {name: name.split(".") for name in names}, set[str]()
+    for pattern in patterns:
+        wanted = pattern.split(".")
+        fits = [
+            name for name, having in parts.items()
+            if len(having) == len(wanted) and all(map(fnmatchcase, having, wanted))
+        ]  # fmt: skip
+        if not fits:
+            few = ", ".join(names if len(names) <= 8 else [*names[:4], "…", *names[-4:]]) or "none"
+            raise InputError("matches no place", where=f"{where} {pattern!r}", expected=few, found=pattern)
+        chosen.update(fits)
+    return [name for name in names if name in chosen]
+
+
+class Captured:
+    """The states that a sequence has so far.
+
+    Attributes:
+        asked: what its request asks for.
+        names: the places.
+        next: the first token whose states are missing. Those before it need not be computed again.
+    """
+
+    def __init__(self, asked: Capture, names: Sequence[str], prompt_len: int) -> None:
+        self.asked, self.names, self._prompt_len = asked, names, prompt_len
+        self.next = asked.first(prompt_len)
+        self._parts: dict[str, list[Tensor]] = {name: [] for name in names}
+
+    def wanted(self, start: int, stop: int) -> range:
+        """Which of the tokens from `start` to `stop` are still asked for."""
+        return range(max(start, self.next), min(stop, self._prompt_len) if self.asked.rows == "prompt" else stop)
+
+    def add(self, rows: "Mapping[str, Tensor]", count: int) -> None:
+        """Keep the states of the next `count` tokens, [count, H] for each place."""
+        if count:
+            self.next += count
+            for name, parts in self._parts.items():
+                if self.asked.rows == "last":
+                    parts.clear()
+                    parts.append(rows[name][count - 1 : count].clone())
+                else:
+                    parts.append(rows[name][:count].clone())
+
+    def result(self) -> "dict[str, Tensor]":
+        """[N, H] for each place, on the CPU."""
+        import torch
+
+        dtype = None if self.asked.dtype is None else getattr(torch, self.asked.dtype)
+        return {name: torch.cat(parts).to(dtype=dtype) for name, parts in self._parts.items() if parts}
+
+
+def save(states: "dict[str, Tensor]", folder: str | Path, number: int) -> Path:
+    """Write a request's states. Raises InputError if the folder cannot be written."""
+    from safetensors.torch import save_file
+
+    file = Path(folder) / f"{number}.safetensors"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_file(states, file)
+    except OSError as error:
+        raise InputError("cannot be written", where=str(file), found=error.strerror or str(error)) from error
+    return file

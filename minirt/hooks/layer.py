@@ -1,0 +1,117 @@
+"""`Hook`: a layer that copies the residual stream, or edits it; `with_hooks`: puts them behind other layers.
+
+Edits are functions of the user: `edit(x, factor) -> x`, x [T, H] of the model's dtype, factor [T, 1] of the same, a number for
+each token by its request. It must work in a CUDA graph: no value may be read on the host. `add` and `ablate` make some.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minirt.errors import InputError
+from minirt.hooks.capture import matching
+from minirt.layers.base import Forward, Layer, register
+from minirt.modeling.config import ModelConfig
+from minirt.step.batch import Batch
+
+Edit = Callable[[Tensor, Tensor], Tensor]
+
+
+class Hook(Layer):
+    """Behind a layer: edits the residual stream of requests that ask, then copies it. Does nothing in other steps.
+
+    Args:
+        names: those of the place.
+        captures: whether requests may ask for the stream.
+        edits: functions by name, in their order.
+    """
+
+    kind = "hook"
+    residual = False
+    needs_every_row = True
+
+    def __init__(self, config: ModelConfig, names: Sequence[str], *, captures: bool, edits: Mapping[str, Edit]) -> None:
+        super().__init__(config, f"hook.{names[-1]}")
+        self.names, self.captures, self.edits = tuple(names), captures, dict(edits)
+
+    def compile_key(self) -> tuple[Any, ...]:
+        return type(self), self.captures, bool(self.edits)
+
+
+def _forward(layer: Hook) -> Forward:
+    def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
+        return x if batch.hooks is None else batch.hooks.at(layer, x, batch)
+
+    return forward
+
+
+register("hook", "eager")(_forward)
+register("hook", "triton", capturable=True)(_forward)  # not a kernel, but CUDA graphs may contain it
+
+
+def with_hooks(
+    config: ModelConfig, layers: Sequence[Layer], capture: Sequence[str], edits: Mapping[str, Edit]
+) -> list[Layer]:  # fmt: skip
+    """The layers, with hooks behind those of the places.
+
+    Raises:
+        InputError: a pattern matches no place, or an edit is no function.
+    """
+    places = _places(layers)
+    captured = set(matching(capture, list(places), "capture"))
+    edited: dict[int, dict[str, Edit]] = {}
+    for pattern, function in edits.items():
+        if not callable(function):
+            expected = "a function (x, factor) → x"
+            raise InputError("not an edit", where=f"edits {pattern!r}", expected=expected, found=type(function).__name__)
+        for index in dict.fromkeys(places[name] for name in matching([pattern], list(places), "edits")):
+            edited.setdefault(index, {})[pattern] = function
+    hooked = list[Layer]()
+    for index, layer in enumerate(layers):
+        hooked.append(layer)
+        names = [name for name, place in places.items() if place == index]
+        if captured.intersection(names) or index in edited:
+            captures = [name for name in names if name in captured]
+            hooked.append(Hook(config, captures or names, captures=bool(captures), edits=edited.get(index, {})))
+    return hooked
+
+
+def _places(layers: Sequence[Layer]) -> dict[str, int]:
+    """Name → index of the layer behind which it is: of each layer but the head, and of each block."""
+    places = dict[str, int]()
+    for index, layer in enumerate(layers):
+        if not layer.makes_logits and not layer.selects_rows:
+            block = layer.name.rpartition(".")[0]
+            if block:
+                places[block] = index  # the last one
+            places[layer.name] = index
+    return places
+
+
+def add(vector: Tensor) -> Edit:
+    """Adds factor · vector [H]: activation steering (Turner et al. 2023, "Activation Addition")."""
+    return lambda x, factor: x + factor * _of(vector, x)
+
+
+def ablate(direction: Tensor) -> Edit:
+    """Takes away factor times the part along `direction` [H] (Arditi et al. 2024, "Refusal in Language Models")."""
+    unit = direction / direction.norm()
+    return lambda x, factor: x - factor * (x @ _of(unit, x)).unsqueeze(-1) * _of(unit, x)
+
+
+def replace(values: Tensor) -> Edit:
+    """Moves the stream to `values` [H], such as that of another run: x + factor · (values − x)."""
+    return lambda x, factor: x + factor * (_of(values, x) - x)
+
+
+_moved: dict[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+
+def _of(vector: Tensor, x: Tensor) -> Tensor:
+    """The vector on the device and of the dtype of x: one tensor for good, which CUDA graphs read."""
+    key = id(vector), x.device, x.dtype
+    if key not in _moved:
+        _moved[key] = vector, vector.to(x.device, x.dtype)
+    return _moved[key][1]

@@ -1,0 +1,167 @@
+"""`StepHooks`: what the hooks of a model do within a step, and the states that it hands to the host."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minirt.errors import InputError
+from minirt.hooks.capture import Captured, matching
+from minirt.hooks.layer import Hook
+from minirt.layers import Layer
+from minirt.sampling_params import EffectiveSampling
+from minirt.step.batch import Batch
+from minirt.step.plan import HookPlan, PlannedSequences
+
+
+class CapturedRows:
+    """The states that a step has copied for its sequences, on the host or on their way there.
+
+    Attributes:
+        plan: of the step.
+    """
+
+    def __init__(self, plan: HookPlan, rows: dict[str, Tensor]) -> None:
+        self.plan, self._rows = plan, rows
+
+    def of(self, first: int) -> "_From":
+        """Those from a row on, by place."""
+        return _From(self._rows, first)
+
+
+class _From(Mapping[str, Tensor]):
+    def __init__(self, rows: dict[str, Tensor], first: int) -> None:
+        self._rows, self._first = rows, first
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._rows[name][self._first :]
+
+    def __iter__(self) -> Any:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+class StepHooks:
+    """The hooks of a model, and their buffers.
+
+    Args:
+        tokens, seqs: of the largest step, padding included.
+
+    Attributes:
+        places: what requests may ask for.
+        edits: names of the edits.
+    """
+
+    def __init__(self, layers: Sequence[Layer], tokens: int, seqs: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._hooks = [layer for layer in layers if isinstance(layer, Hook)]
+        capturing = [hook for hook in self._hooks if hook.captures]
+        self._index = {name: index for index, hook in enumerate(capturing) for name in hook.names}
+        self._buffer_of = {id(hook): index for index, hook in enumerate(capturing)}
+        self.places = list(self._index)
+        self.edits = list(dict.fromkeys(name for hook in self._hooks for name in hook.edits))
+        self._editing = next((hook for hook in self._hooks if hook.edits), None)
+        width = layers[0].config.hidden_size
+        self._buffers = [torch.zeros(tokens, width, dtype=dtype, device=device) for _ in capturing]
+        self._device, self._cuda = device, device.type == "cuda"
+        shape = len(self.edits), seqs
+        self._factors = torch.zeros(shape, dtype=dtype, device=device)
+        self._hosts = [torch.zeros(shape, dtype=dtype, pin_memory=self._cuda) for _ in range(2)]  # a step may still be queued
+        self._of_rows = self._factors  # [edits, T], of the step that runs
+
+    def check(self, sampling: EffectiveSampling) -> None:
+        """Raise InputError if a request asks for what the model was not loaded with."""
+        if sampling.capture is not None:
+            try:
+                matching(sampling.capture.places, self.places, "capture")
+            except InputError as error:
+                hint = f"load the model with capture={list(sampling.capture.places)}"
+                raise InputError(error.what, where=error.where, expected=error.expected, found=error.found, hint=hint) from error
+        if unknown := [name for name in sampling.steer if name not in self.edits]:
+            hint = "load the model with edits={…}"
+            expected = ", ".join(self.edits) or "no edit"
+            raise InputError("not an edit of this model", where="steer", expected=expected, found=unknown[0], hint=hint)
+
+    def captured(self, sampling: EffectiveSampling, prompt_len: int) -> Captured | None:
+        """For a new sequence."""
+        asked = sampling.capture
+        return None if asked is None else Captured(asked, matching(asked.places, self.places, "capture"), prompt_len)
+
+    def plan(self, planned: PlannedSequences, sequences: Sequence[Any]) -> HookPlan:
+        """What a step does for its sequences (`Sequence`, in order; None: it asks for nothing)."""
+        owners, places, offsets, names = list[tuple[int, int, int]](), list[int](), list[int](), set[str]()
+        factors = np.zeros((len(self.edits), len(planned.slots)), np.float32)
+        starts, counts = planned.starts.tolist(), planned.num_tokens.tolist()
+        for place, sequence in enumerate(sequences):
+            if sequence is None:
+                continue
+            for name, factor in sequence.sampling.steer.items():
+                factors[self.edits.index(name), place] = factor
+            captured: Captured | None = sequence.captured
+            if captured is None:
+                continue
+            start, count = starts[place], counts[place]
+            if start >= 0:
+                wanted = captured.wanted(start, start + count)
+                rows = range(wanted.start - start, wanted.stop - start)
+            else:
+                rows = range(0 if captured.asked.rows == "prompt" else count)
+            if rows:
+                owners.append((place, len(places), len(rows)))
+                places += [place] * len(rows)
+                offsets += rows
+                names.update(captured.names)
+        return HookPlan(tuple(owners), np.array([places, offsets], np.int64), tuple(sorted(names)), factors)
+
+    def send(self, plan: HookPlan) -> None:
+        """Before a step."""
+        if self.edits:
+            self._hosts.reverse()
+            host, count = self._hosts[0], plan.factors.shape[1]
+            host[:, :count] = torch.from_numpy(plan.factors)
+            host[:, count:] = 0
+            self._factors.copy_(host, non_blocking=True)
+
+    def at(self, hook: Hook, x: Tensor, batch: Batch) -> Tensor:
+        """What a hook does with the residual stream [T, H] of a step."""
+        if hook is self._editing or (hook.edits and self._of_rows.shape[1] != len(x)):  # also alone, in a dry run
+            ends, seqs = batch.query_starts_device[1:], batch.num_seqs
+            rows = torch.arange(len(x), dtype=ends.dtype, device=x.device)
+            self._of_rows = self._factors[:, torch.searchsorted(ends, rows, right=True).clamp_(max=seqs - 1)]
+        for name, edit in hook.edits.items():
+            factor = self._of_rows[self.edits.index(name)].unsqueeze(1)
+            edited = edit(x, factor)
+            if edited.shape != x.shape or edited.dtype != x.dtype:
+                shown = f"{tuple(edited.shape)}, {edited.dtype}"
+                raise InputError("an edit changed shape or dtype", where=f"edits {name!r}", expected=str(x.dtype), found=shown)
+            x = torch.where(factor == 0, x, edited)
+        if hook.captures:
+            self._buffers[self._buffer_of[id(hook)]][: len(x)].copy_(x)
+        return x
+
+    def take(self, plan: HookPlan, batch: Batch) -> CapturedRows | None:
+        """Queue the copy of a step's states to the host; None: it has none."""
+        if not plan.owners:
+            return None
+        places, offsets = torch.from_numpy(plan.rows).to(self._device)
+        rows = (batch.query_starts_device[places] + offsets).clamp_(max=batch.num_tokens - 1)
+        taken, by_buffer = dict[str, Tensor](), dict[int, Tensor]()
+        for name in plan.names:
+            index = self._index[name]
+            if index not in by_buffer:
+                states = self._buffers[index].index_select(0, rows)
+                host = torch.empty(states.shape, dtype=states.dtype, pin_memory=True) if self._cuda else states
+                by_buffer[index] = host.copy_(states, non_blocking=True) if self._cuda else states
+            taken[name] = by_buffer[index]
+        return CapturedRows(plan, taken)
+
+
+def step_hooks(model: object, tokens: int, seqs: int, device: torch.device) -> StepHooks | None:
+    """The hooks of a model; None: it has none."""
+    layers = getattr(model, "layers", ())
+    if not any(isinstance(layer, Hook) for layer in layers):
+        return None
+    return StepHooks(layers, tokens, seqs, model.dtype, device)  # type: ignore[attr-defined]
