@@ -212,7 +212,10 @@ class Engine:
             self._warm_up.close()
 
     def add(self, request: Request) -> None:
-        """Queue a request that has passed `checks`."""
+        """Queue a request that has passed `checks`. Requests share no cached prefix with others that edits change differently."""
+        if request.sampling.steer:
+            salt = f"{request.cache_salt or ''}, {sorted(request.sampling.steer.items())}"
+            request = replace(request, cache_salt=salt)
         sampling, length = request.sampling, len(request.prompt_token_ids)
         ends = {*(() if sampling.ignore_eos else request.eos_token_ids), *sampling.stop_token_ids}
         sequence = Sequence(request, min(self.max_len, length + sampling.max_tokens), tuple(ends), request.rules)

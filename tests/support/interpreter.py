@@ -1,4 +1,5 @@
-"""Triton's interpreter without work that it repeats or whose result it drops, which is more than half of the interpreted tests.
+"""Triton's interpreter without work that it repeats or whose result it drops, which is more than half of the interpreted tests,
+and with products whose bits are the same on each processor.
 
 The interpreter replaces the builtins of `triton.language` by its own for a launch, and again in each call of a device function.
 Each time it goes through all members of the modules and classes concerned. It computes each sum and product of integers a second
@@ -10,6 +11,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 from triton import language
 from triton.language.core import is_builtin
 from triton.runtime import interpreter
@@ -43,8 +45,21 @@ def patch_lang_once(fn: Any) -> Any:
     return patch_lang(fn)
 
 
+dot = interpreter.InterpreterBuilder.create_dot
+
+
+def stable_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+    """A product whose bits depend on its rows and columns alone. NumPy's in fp32 depend on the number of them on some processors.
+    It is added up in fp64 and rounded, before `d` is added."""
+    if d.data.dtype != np.float32:
+        return dot(self, a, b, d, *options)
+    product = dot(self, a, b, interpreter.TensorHandle(np.zeros(d.data.shape), language.float64), *options)
+    return interpreter.TensorHandle(product.data.astype(np.float32) + d.data, d.dtype.scalar)
+
+
 def shorten() -> None:
     """From now on, the interpreter remembers what it has to replace, and leaves out what it does not use."""
+    interpreter.InterpreterBuilder.create_dot = stable_dot
     interpreter._patch_builtin, interpreter._patch_lang = patch_builtin, patch_lang_once
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
