@@ -571,7 +571,6 @@ BLOCKS = {
     "start": Block(_named("h200-start-", "7b 7b-taken 7b-fp8 0.5b qwen3.5-9b 30b-a3b-fp8"), start_table, _SYSTEM),
     "chunking": Block(_named("h200-chunking-", "8448 2048 512"), chunking_table, _MODELS),
     "mixture": Block(_MIXTURE, mixture_table, _MODELS),
-    "mixture-odd": Block(("h200-mixture-odd-bf16",), mixture_table, _MODELS),
     "mixture-fp8-blocks": Block(_named(f"{_H100}mixture-", "bf16 fp8 fp8-blocks"), mixture_table, _MODELS),
     "mixture-kernels": Block(_MIXTURE, mixture_kernels_table, _MODELS),
     "kernels": Block(

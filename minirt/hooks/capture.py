@@ -32,7 +32,7 @@ class Capture:
     places: tuple[str, ...]
     rows: str = "all"
     dtype: str | None = None
-    folder: str | Path | None = None
+    folder: str | None = None
 
     def __post_init__(self) -> None:
         places = (self.places,) if isinstance(self.places, str) else self.places
@@ -41,6 +41,8 @@ class Capture:
             raise InputError("not places of a model", where="Capture.places", expected=expected, found=repr(places)[:200])
         object.__setattr__(self, "places", tuple(places))
         one_of(*ROWS)(self.rows, "Capture.rows", InputError)
+        if self.folder is not None:
+            object.__setattr__(self, "folder", str(self.folder))  # a path, too
         if self.dtype is not None:
             one_of(*_DTYPES)(self.dtype, "Capture.dtype", InputError)
 
@@ -114,7 +116,7 @@ class Captured:
         return {name: torch.cat(parts).to(dtype=dtype) for name, parts in self._parts.items() if parts}
 
 
-def save(states: "dict[str, Tensor]", folder: str | Path, number: int) -> Path:
+def save(states: "dict[str, Tensor]", folder: str, number: int) -> Path:
     """Write a request's states. Raises InputError if the folder cannot be written."""
     from safetensors.torch import save_file
 

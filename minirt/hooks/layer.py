@@ -37,7 +37,7 @@ class Hook(Layer):
         self.names, self.captures, self.edits = tuple(names), captures, dict(edits)
 
     def compile_key(self) -> tuple[Any, ...]:
-        return type(self), self.captures, bool(self.edits)
+        return type(self), self.captures, *map(id, self.edits.values())
 
 
 def _forward(layer: Hook) -> Forward:
@@ -92,26 +92,30 @@ def _places(layers: Sequence[Layer]) -> dict[str, int]:
 
 def add(vector: Tensor) -> Edit:
     """Adds factor · vector [H]: activation steering (Turner et al. 2023, "Activation Addition")."""
-    return lambda x, factor: x + factor * _of(vector, x)
+    of = _there(vector)
+    return lambda x, factor: x + factor * of(x)
 
 
 def ablate(direction: Tensor) -> Edit:
     """Takes away factor times the part along `direction` [H] (Arditi et al. 2024, "Refusal in Language Models")."""
-    unit = direction / direction.norm()
-    return lambda x, factor: x - factor * (x @ _of(unit, x)).unsqueeze(-1) * _of(unit, x)
+    of = _there(direction / direction.norm())
+    return lambda x, factor: x - factor * (x @ of(x)).unsqueeze(-1) * of(x)
 
 
 def replace(values: Tensor) -> Edit:
     """Moves the stream to `values` [H], such as that of another run: x + factor · (values − x)."""
-    return lambda x, factor: x + factor * (_of(values, x) - x)
+    of = _there(values)
+    return lambda x, factor: x + factor * (of(x) - x)
 
 
-_moved: dict[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+def _there(vector: Tensor) -> Callable[[Tensor], Tensor]:
+    """x → the vector on its device and of its dtype: one tensor for good, which CUDA graphs read."""
+    moved = dict[tuple[torch.device, torch.dtype], Tensor]()
 
+    def of(x: Tensor) -> Tensor:
+        key = x.device, x.dtype
+        if key not in moved:
+            moved[key] = vector.to(*key)
+        return moved[key]
 
-def _of(vector: Tensor, x: Tensor) -> Tensor:
-    """The vector on the device and of the dtype of x: one tensor for good, which CUDA graphs read."""
-    key = id(vector), x.device, x.dtype
-    if key not in _moved:
-        _moved[key] = vector, vector.to(x.device, x.dtype)
-    return _moved[key][1]
+    return of
