@@ -42,18 +42,23 @@ def scheduled(
     return ScheduledStep(planned, host.epochs[planned.slots], known)
 
 
-def _replay(engine: Engine, batch_size: int, context_len: int, repeats: int) -> list[float]:
+def check_step(engine: Engine, batch_size: int, context_len: int, where: str) -> int:
+    """The pages of a sequence of such a step. Raises as `replay_times` does."""
     if engine.has_work:
-        raise EngineError("requests are open", where="replay_times", hint="wait until they have ended")
+        raise EngineError("requests are open", where=where, hint="wait until they have ended")
     if not 1 <= batch_size <= engine.limits.max_num_seqs or not 1 <= context_len <= engine.max_len:
         expected = f"1 to {engine.limits.max_num_seqs} sequences of 1 to {engine.max_len} tokens"
         step = f"{batch_size} of {context_len}"
-        raise InputError("not a step of this engine", where="replay_times", expected=expected, found=step)
-    cache, runner = engine._cache, engine._runner
-    pages, allocator = cache.pages_for(context_len), cache.allocator
-    if batch_size * pages > allocator.num_free:
-        expected = f"{batch_size * pages} free pages"
-        raise ContextLengthError("too few KV pages", where="replay_times", expected=expected, found=allocator.num_free)
+        raise InputError("not a step of this engine", where=where, expected=expected, found=step)
+    pages, free = engine._cache.pages_for(context_len), engine._cache.allocator.num_free
+    if batch_size * pages > free:
+        raise ContextLengthError("too few KV pages", where=where, expected=f"{batch_size * pages} free pages", found=free)
+    return pages
+
+
+def _replay(engine: Engine, batch_size: int, context_len: int, repeats: int) -> list[float]:
+    pages = check_step(engine, batch_size, context_len, "replay_times")
+    runner, allocator = engine._runner, engine._cache.allocator
     greedy, host, sequences = resolve(SamplingParams(temperature=0.0), None), HostSlots(engine.limits, pages), list[Sequence]()
     try:
         for i in range(batch_size):

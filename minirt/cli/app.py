@@ -26,6 +26,7 @@ from minirt.cli.models import models
 from minirt.cli.output import one_line
 from minirt.cli.plan import plan
 from minirt.cli.process import Terminated, standard_streams, termination_signals, warning_lines
+from minirt.cli.profile import profile
 from minirt.cli.score import score
 from minirt.cli.serve import serve
 from minirt.cli.suggestions import Commands, for_option, takes_only_options
@@ -41,7 +42,7 @@ def cli() -> None:
     """Run decoder models layer by layer: generate text, chat, measure, or print how a model runs."""
 
 
-for command in (bench, chat, compare, compile_kernels, env, evaluate, generate, models, plan, score, serve, tune):
+for command in (bench, chat, compare, compile_kernels, env, evaluate, generate, models, plan, profile, score, serve, tune):
     cli.add_command(command)
 attach(cli)
 

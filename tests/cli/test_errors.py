@@ -63,7 +63,7 @@ def test_options_of_other_programs(arguments, words, run):
 @pytest.mark.parametrize(("arguments", "words"), [
     ("score --speculate ngram", "'--speculate' (an option of minirt chat, minirt generate"),
     ("plan --host x", "'--host' (an option of minirt serve) (see minirt plan"),
-    ("bench kernels --input-len 3", "(an option of minirt bench patch and minirt bench speed)"),
+    ("bench kernels --input-len 3", "(an option of minirt bench patch, minirt bench speed and minirt profile)"),
     ("bench speed --speculate ngram", "random tokens, where drafts are seldom right; minirt bench speculate"),
     ("bench serve --speculate ngram", "(an option of the server: minirt serve --speculate)"),
     ("serve --spec ngram", "(did you mean --speculate or --speculative-config?)"),

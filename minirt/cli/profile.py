@@ -1,0 +1,53 @@
+"""`minirt profile`: options and output. minirt.bench.profile measures."""
+
+from typing import Any
+
+import click
+
+from minirt.cli import options as shared
+from minirt.cli.files import check_target
+from minirt.cli.help import command
+from minirt.cli.report import print_report, progress_of, report_options, words_of
+from minirt.cli.settings import COUNT, options_of
+from minirt.settings import setting
+
+
+class _Options:
+    batch_size: Any = setting("Sequences of a step; several: 1,64.", "1", option="--batch-size -b", kind=shared.NUMBERS)
+    context_len: Any = setting(
+        "Tokens of each in decode steps, the new one included; 0: no decode steps.", "128", option="--context-len -c",
+        kind=shared.NUMBERS_OR_0)
+    input_len: Any = setting(
+        "Tokens of each in steps of prompts; 0: none.", "128", option="--input-len -p", kind=shared.NUMBERS_OR_0)
+    repeats: int = setting("Steps of each kind.", 10, kind=COUNT)
+
+
+@command(short_help="Divide the time of a step among its layers and kernels.")
+@options_of(_Options, "", title="Measurement")
+@shared.load_options
+@report_options
+@click.pass_context
+def profile(ctx: click.Context, batch_size: tuple[int, ...], **options: Any) -> None:
+    """Divide the time of decode steps and of prompts among layers and kernels: time, share, bytes of weights, launches, gaps.
+
+    On a GPU the timeline of a trace is divided: kernels overlap, and each moment counts once. On a CPU each layer is timed.
+    """
+    check_target(options["output_file"], "--output-file")
+    name = shared.model_name(options, options["quiet"])
+    from minirt.bench.ceiling import read_ceiling
+    from minirt.bench.profile import markdown, rows_of
+    from minirt.bench.profile import profile as measure
+    from minirt.bench.report import Report, machine
+
+    steps = [(size, length, kind) for kind in ("context_len", "input_len") for length in options[kind] for size in batch_size]
+    load, progress, rows = shared.for_measuring(shared.to_load_options(options, name)), progress_of(options), []
+    with shared.open_generator(load, options["quiet"]) as generator:
+        ceiling = read_ceiling(generator.device)
+        for size, length, kind in steps:
+            result = measure(
+                generator, batch_size=size, context_len=length, prompt=kind == "input_len", repeats=options["repeats"]
+            )
+            progress(f"{result.step}: {result.step_s * 1e3:.3f} ms")
+            rows += rows_of(result, ceiling.bytes_per_s)
+        about = machine("profile", generator.device, words_of(ctx), ceiling) | {"model": name, "plan": generator.plan.title}
+    print_report(Report(about, rows, markdown), options)
