@@ -34,7 +34,7 @@ BUDGET = {
     "minirt/nn": 367,
     "minirt/patching": 629,
     "bench": 6_297,  # `minirt profile`, the table of starts
-    "examples": 146,
+    "examples": 199,  # logit lens, linear probe, steering vector
     "tests": 38_990,  # hooks against transformers, a profile's parts
 }
 
