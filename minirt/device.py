@@ -166,6 +166,11 @@ _HOST_ALLOCATOR = ("[enforce fail at alloc_cpu", "DefaultCPUAllocator: ")
 _CUDA_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor on its way to the device. PyTorch keeps the pinned memory until the copy has ended."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` says that an allocation failed, on a GPU or on the host.
 

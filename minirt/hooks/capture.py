@@ -18,11 +18,12 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Capture:
-    """Hidden states that a request asks for: the residual stream behind layers, after its edits there.
+    """Hidden states that a request asks for, after edits: the residual stream behind layers, or the input of a last product.
 
     Args:
-        places: names of layers, or of blocks, whose last layer is meant: "layers.12", "layers.*.attention", "embedding". A star
-            stands for one part of a name. The model was loaded with them (`LoadOptions.capture`).
+        places: names of layers, or of blocks, whose last layer is meant: "layers.12", "layers.*.attention", "embedding"; or
+            within one: "layers.3.attention.heads", "layers.3.mlp.neurons". A star stands for one part of a name. The model was
+            loaded with them (`LoadOptions.capture`).
         rows: "all": of each token but the last one, which is not computed; "prompt": of its tokens; "answer": of the tokens after
             it; "last": of the last computed token alone.
         dtype: float32, bfloat16 or float16; None: the model's.

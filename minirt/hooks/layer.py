@@ -1,11 +1,11 @@
-"""`Hook`: a layer that copies the residual stream, or edits it; `with_hooks`: puts them behind other layers.
+"""`Hook`: a layer that copies the residual stream, or edits it; `with_hooks`: puts them behind other layers, or within.
 
-Edits are functions of the user: `edit(x, factor) -> x`, x [T, H] of the model's dtype, factor [T, 1] of the same, a number for
-each token by its request. It must work in a CUDA graph: no value may be read on the host. `add` and `ablate` make some.
+Edits are functions of the user: `edit(x, factor) -> x`, x [T, N] of the model's dtype, factor [T, 1] of the same, a number for
+each token by its request. They must work in a CUDA graph: no value may be read on the host. The functions below make some.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,11 +20,13 @@ Edit = Callable[[Tensor, Tensor], Tensor]
 
 
 class Hook(Layer):
-    """Behind a layer: edits the residual stream of requests that ask, then copies it. Does nothing in other steps.
+    """Behind a layer, or before the last product within one: edits the values there of requests that ask, then copies them. Does
+    nothing in other steps.
 
     Args:
+        width: channels of the values.
         names: those of the place.
-        captures: whether requests may ask for the stream.
+        captures: whether requests may ask for the values.
         edits: functions by name, in their order.
     """
 
@@ -32,9 +34,11 @@ class Hook(Layer):
     residual = False
     needs_every_row = True
 
-    def __init__(self, config: ModelConfig, names: Sequence[str], *, captures: bool, edits: Mapping[str, Edit]) -> None:
+    def __init__(
+        self, config: ModelConfig, width: int, names: Sequence[str], *, captures: bool, edits: Mapping[str, Edit]
+    ) -> None:  # fmt: skip
         super().__init__(config, f"hook.{names[-1]}")
-        self.names, self.captures, self.edits = tuple(names), captures, dict(edits)
+        self.width, self.names, self.captures, self.edits = width, tuple(names), captures, dict(edits)
 
     def compile_key(self) -> tuple[Any, ...]:
         return type(self), self.captures, *map(id, self.edits.values())
@@ -61,32 +65,48 @@ def with_hooks(
     """
     places = _places(layers)
     captured = set(matching(capture, list(places), "capture"))
-    edited: dict[int, dict[str, Edit]] = {}
+    edited: dict[_Place, dict[str, Edit]] = {}
     for pattern, function in edits.items():
         if not callable(function):
             expected = "a function (x, factor) → x"
             raise InputError("not an edit", where=f"edits {pattern!r}", expected=expected, found=type(function).__name__)
-        for index in dict.fromkeys(places[name] for name in matching([pattern], list(places), "edits")):
-            edited.setdefault(index, {})[pattern] = function
+        for place in dict.fromkeys(places[name] for name in matching([pattern], list(places), "edits")):
+            edited.setdefault(place, {})[pattern] = function
+    hooks: dict[_Place, Hook] = {}
+    for place in dict.fromkeys(places.values()):
+        names = [name for name, other in places.items() if other == place]
+        if captured.intersection(names) or place in edited:
+            captures = [name for name in names if name in captured]
+            inner = layers[place.number].inner if place.inner else None
+            width = config.hidden_size if inner is None else inner[1]
+            hooks[place] = Hook(config, width, captures or names, captures=bool(captures), edits=edited.get(place, {}))
     hooked = list[Layer]()
     for index, layer in enumerate(layers):
-        hooked.append(layer)
-        names = [name for name, place in places.items() if place == index]
-        if captured.intersection(names) or index in edited:
-            captures = [name for name in names if name in captured]
-            hooked.append(Hook(config, captures or names, captures=bool(captures), edits=edited.get(index, {})))
+        if (within := hooks.get(_Place(index, inner=True))) is not None:
+            layer.hook, layer.needs_every_row = within, True
+        behind = hooks.get(_Place(index, inner=False))
+        hooked += [layer] if behind is None else [layer, behind]
     return hooked
 
 
-def _places(layers: Sequence[Layer]) -> dict[str, int]:
-    """Name → index of the layer behind which it is: of each layer but the head, and of each block."""
-    places = dict[str, int]()
+class _Place(NamedTuple):
+    """Behind the layer with this number, or within it."""
+
+    number: int
+    inner: bool
+
+
+def _places(layers: Sequence[Layer]) -> dict[str, _Place]:
+    """The places by name: behind each layer but the head, and behind each block; within attention and MLPs."""
+    places = dict[str, _Place]()
     for index, layer in enumerate(layers):
         if not layer.makes_logits and not layer.selects_rows:
             block = layer.name.rpartition(".")[0]
             if block:
-                places[block] = index  # the last one
-            places[layer.name] = index
+                places[block] = _Place(index, inner=False)  # of the last one
+            places[layer.name] = _Place(index, inner=False)
+            if layer.inner is not None:
+                places[f"{layer.name}.{layer.inner[0]}"] = _Place(index, inner=True)
     return places
 
 
@@ -106,6 +126,12 @@ def replace(values: Tensor) -> Edit:
     """Moves the stream to `values` [H], such as that of another run: x + factor · (values − x)."""
     of = _there(values)
     return lambda x, factor: x + factor * (of(x) - x)
+
+
+def silence(channels: Tensor) -> Edit:
+    """Takes away factor times the values of some channels, [N] of True and False: those of neurons, or of heads."""
+    of = _there(channels.float())
+    return lambda x, factor: x - factor * of(x) * x
 
 
 def _there(vector: Tensor) -> Callable[[Tensor], Tensor]:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minirt.device import is_device_failure
+from minirt.device import is_device_failure, to_device
 from minirt.errors import InputError
 
 
@@ -41,7 +41,7 @@ class UserProcessors:
         logits = logits.to(torch.float32, copy=True)
         for request_id, first, tokens, drafts, functions in self._rows:
             known = np.concatenate([tokens, np.array(drafts, np.int32)]).astype(np.int64)
-            ids = torch.from_numpy(known).to(logits.device)
+            ids = to_device(torch.from_numpy(known), logits.device)
             try:
                 for row in range(len(drafts) + 1):
                     changed = logits[first + row].clone()

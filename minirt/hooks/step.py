@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minirt.device import to_device
 from minirt.errors import InputError
 from minirt.hooks.capture import Captured, matching
 from minirt.hooks.layer import Hook
@@ -57,15 +58,14 @@ class StepHooks:
     """
 
     def __init__(self, layers: Sequence[Layer], tokens: int, seqs: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._hooks = [layer for layer in layers if isinstance(layer, Hook)]
+        self._hooks = hooks_of(layers)
         capturing = [hook for hook in self._hooks if hook.captures]
         self._index = {name: index for index, hook in enumerate(capturing) for name in hook.names}
         self._buffer_of = {id(hook): index for index, hook in enumerate(capturing)}
         self.places = list(self._index)
         self.edits = list(dict.fromkeys(name for hook in self._hooks for name in hook.edits))
         self._editing = next((hook for hook in self._hooks if hook.edits), None)
-        width = layers[0].config.hidden_size
-        self._buffers = [torch.zeros(tokens, width, dtype=dtype, device=device) for _ in capturing]
+        self._buffers = [torch.zeros(tokens, hook.width, dtype=dtype, device=device) for hook in capturing]
         self._device, self._cuda = device, device.type == "cuda"
         shape = len(self.edits), seqs
         self._factors = torch.zeros(shape, dtype=dtype, device=device)
@@ -146,7 +146,7 @@ class StepHooks:
         """Queue the copy of a step's states to the host; None: it has none."""
         if not plan.owners:
             return None
-        places, offsets = torch.from_numpy(plan.rows).to(self._device)
+        places, offsets = to_device(torch.from_numpy(plan.rows), self._device)
         rows = (batch.query_starts_device[places] + offsets).clamp_(max=batch.num_tokens - 1)
         taken, by_buffer = dict[str, Tensor](), dict[int, Tensor]()
         for name in plan.names:
@@ -159,9 +159,15 @@ class StepHooks:
         return CapturedRows(plan, taken)
 
 
+def hooks_of(layers: Sequence[Layer]) -> list[Hook]:
+    """All hooks, in the order in which they run."""
+    hooks = (layer if isinstance(layer, Hook) else layer.hook for layer in layers)
+    return [hook for hook in hooks if hook is not None]
+
+
 def step_hooks(model: object, tokens: int, seqs: int, device: torch.device) -> StepHooks | None:
     """The hooks of a model; None: it has none."""
     layers = getattr(model, "layers", ())
-    if not any(isinstance(layer, Hook) for layer in layers):
+    if not hooks_of(layers):
         return None
     return StepHooks(layers, tokens, seqs, model.dtype, device)  # type: ignore[attr-defined]

@@ -46,7 +46,7 @@ class Attention(Layer):
         q_rows, kv_rows = settings.num_heads * d, settings.num_kv_heads * d
         q, k, v, o, gate, q_norm, k_norm = checkpoint_names(prefix, "q_proj k_proj v_proj o_proj gate_proj q_norm k_norm", names)
         self.ropes = () if settings.rope is None else ((settings.rope, settings.rotary_dim),)
-        self.cache_spec = PagesSpec(settings.num_kv_heads, d)
+        self.cache_spec, self.inner = PagesSpec(settings.num_kv_heads, d), ("heads", q_rows)
         self.norm = NormWeight(norm, h, centered)
         of_q, of_gate = (Interleaved((d, d), i) if settings.gate == "q_proj" else None for i in range(2))
         self.qkv = PackedLinear([Part(q, q_rows, of_q), Part(k, kv_rows), Part(v, kv_rows)], h, settings.qkv_bias)
@@ -109,6 +109,7 @@ def eager(layer: Attention) -> Forward:
         ).view(-1, nq * d)  # fmt: skip
         if gate is not None:
             a = reference.gate_output(a, reference.linear(h, gate.weight, gate.bias, gate.scale))
+        a = layer.hooked(a, batch)
         y = reference.linear(a, o.weight, o.bias, o.scale)
         return x + y if post_norm is None else reference.norm_residual(y, post_norm.weight, post_norm_eps, x)
 
@@ -164,6 +165,7 @@ def triton(layer: Attention) -> Forward:
             Rope(cos_sin, q_norm, k_norm, eps, normalize, query_scales), batch.positions, batch.slot_mapping, workspace,
             batch.max_splits, batch.max_seq_len, batch.max_query_len, pdl=pdl, gate=gate, side=side,
         )).view(-1, nq * d)  # fmt: skip
+        a = layer.hooked(a, batch)
         if post_norm is None:
             return linear_residual(a, o.weight, x, o.bias, scale=o.scale, workspace=workspace, pdl=pdl, check=False)
         y = norm_linear(a, None, 0.0, o.weight, o.bias, scale=o.scale, workspace=workspace, pdl=pdl, check=False)

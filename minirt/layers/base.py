@@ -124,6 +124,8 @@ class Layer:
             head are rotated. Layers with equal ones share a table.
         makes_logits: whether its output is logits: the last layer, and no other.
         kernel_tables: modules of `minirt.kernels` with the tables of its kernels beside those of linear layers and experts.
+        inner: what the input of its last product is called, and how many channels it has; None: no name.
+        hook: of that input (`minirt.hooks`); None: there is none.
     """
 
     kind: ClassVar[str]
@@ -136,6 +138,8 @@ class Layer:
     cache_spec: CacheSpec | None = None
     needs_every_row: bool = False
     ropes: Sequence[tuple[RopeConfig, int]] = ()
+    inner: tuple[str, int] | None = None
+    hook: Any = None
 
     def __init__(self, config: ModelConfig, name: str = "") -> None:
         self.config, self.name = config, name or self.kind
@@ -199,6 +203,10 @@ class Layer:
 
     def reserve(self, max_splits: int) -> None:
         """Make the workspace large enough for steps with `max_splits` KV splits. Call it before CUDA graphs are captured."""
+
+    def hooked(self, inner: Tensor, batch: Batch) -> Tensor:
+        """The input of the last product, after its hook."""
+        return inner if self.hook is None or batch.hooks is None else batch.hooks.at(self.hook, inner, batch)
 
     def bind(self, implementation: "Implementation") -> None:
         """Use this implementation from now on. Outputs of implementations that are not built in are checked at each call."""

@@ -36,6 +36,7 @@ class MLP(Layer):
         self.post_norm_eps = config.rms_norm_eps if post_norm_eps is None else post_norm_eps
         self.gate_up = PackedLinear([Part(gate, i), Part(up, i)], h, config.mlp_bias)
         self.down = PackedLinear([Part(down, h)], i, config.mlp_bias)
+        self.inner = "neurons", i
 
     def linear_ops(self) -> tuple[LinearOp, ...]:
         return LinearOp(self.gate_up, gated=True), LinearOp(self.down, residual=self.post_norm is None)
@@ -48,7 +49,7 @@ def eager(layer: MLP) -> Forward:
 
     def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
         h = reference.rms_norm(x, norm.weight, eps)
-        h = reference.gated(reference.linear(h, gate_up.weight, gate_up.bias, gate_up.scale), activation)
+        h = layer.hooked(reference.gated(reference.linear(h, gate_up.weight, gate_up.bias, gate_up.scale), activation), batch)
         y = reference.linear(h, down.weight, down.bias, down.scale)
         return x + y if post_norm is None else reference.norm_residual(y, post_norm.weight, post_norm_eps, x)
 
@@ -73,6 +74,7 @@ def triton(layer: MLP) -> Forward:
             x, norm.weight, eps, gate_up.weight, activation, bias=gate_up.bias, scale=gate_up.scale, workspace=workspace,
             pdl=pdl, check=False,
         )  # fmt: skip
+        h = layer.hooked(h, batch)
         if post_norm is None:
             return linear_residual(h, down.weight, x, down.bias, scale=down.scale, workspace=workspace, pdl=pdl, check=False)
         y = norm_linear(h, None, 0.0, down.weight, down.bias, scale=down.scale, workspace=workspace, pdl=pdl, check=False)

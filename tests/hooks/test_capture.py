@@ -13,7 +13,7 @@ from support.checkpoints import distance
 from minirt import Generator, SamplingParams
 from minirt.errors import InputError
 from minirt.hooks.capture import ROWS, Capture
-from minirt.hooks.layer import ablate, add, replace
+from minirt.hooks.layer import ablate, add, replace, silence
 
 DENSE = ("Llama", "Qwen2", "Qwen3", "Mistral")
 MODELS = (*DENSE, "smollm3", "qwen3_5_moe", "qwen3_next", "qwen3_5")
@@ -133,6 +133,37 @@ def test_what_a_layer_adds_and_files(model, tmp_path):
     behind = expected(made, tokens)
     assert distance(states["layers.1.mlp"], behind[2]) < 1e-2
     assert distance(states["layers.1.attention"] - states["layers.0"], seen[0].reshape(5, -1)) < 3e-2
+
+
+@pytest.mark.parametrize("model", ["Llama"], indirect=True)
+def test_within_layers(model):
+    """Heads and neurons: the inputs of the last products, also of the last layer; and a head and neurons that are silenced."""
+    folder, made, _ = model
+    places, seen, kept = ["layers.*.attention.heads", "layers.*.mlp.neurons"], {}, []
+    for i, block in enumerate(made.model.layers):
+        products = {f"layers.{i}.attention.heads": block.self_attn.o_proj, f"layers.{i}.mlp.neurons": block.mlp.down_proj}
+        for name, product in products.items():
+            kept.append(product.register_forward_pre_hook(lambda module, inputs, name=name: seen.update({name: inputs[0][0]})))
+    heads, neurons = torch.arange(64) // 16 == 2, torch.arange(97) % 3 == 0
+    edits = {"layers.1.attention.heads": silence(heads), "layers.2.mlp.neurons": silence(neurons)}
+    with Generator.from_pretrained(folder, device="cpu", capture=places, edits=edits) as generator:
+        params = SamplingParams(**GREEDY, max_tokens=4, capture=places)
+        whole = generator.generate([7, 8, 9], params)
+        steered = SamplingParams(**GREEDY, max_tokens=4, steer=dict.fromkeys(edits, 1.0), capture=places)
+        silenced = generator.generate([7, 8, 9], steered)
+    for completion in (whole, silenced):
+        with torch.inference_mode():
+            made(input_ids=torch.tensor([[7, 8, 9, *completion.token_ids[:-1]]]))
+        for name, states in completion.captured.items():
+            assert distance(states, seen[name]) < 1e-4, name
+        for name, (product, mask) in {
+            "layers.1.attention.heads": (made.model.layers[1].self_attn.o_proj, heads),
+            "layers.2.mlp.neurons": (made.model.layers[2].mlp.down_proj, neurons),
+        }.items():  # for the second completion
+            assert bool(completion.captured[name][:, mask].any()) == (completion is whole)
+            kept.append(product.register_forward_pre_hook(lambda module, inputs, mask=mask: (inputs[0] * ~mask,), prepend=True))
+    for handle in kept:
+        handle.remove()
 
 
 def by_hand(made, prompt, count, layer, edit):

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minirt.device import is_nvidia
-from minirt.engine.execute.step_buffers import to_device
+from minirt.device import is_nvidia, to_device
 from minirt.kernels.sampling import reference
 from minirt.kernels.sampling.limits import MOST_ENTRIES
 from minirt.kernels.sampling.slots import ALLOWED, HISTORY, PENALTIES, Drafts, Slots, counts_dtype

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minirt.device import is_out_of_memory
+from minirt.device import is_out_of_memory, to_device
 from minirt.engine.execute.logits_processors import PROCESSED_ROWS, LogitsProcessors
-from minirt.engine.execute.step_buffers import CpuGpuBuffer, StepView, to_device
+from minirt.engine.execute.step_buffers import CpuGpuBuffer, StepView
 from minirt.engine.limits import EngineLimits
 from minirt.engine.request import TokenLogprobs
 from minirt.kernels.sampling.dispatch import columns, sample, token_logprobs

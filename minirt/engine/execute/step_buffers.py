@@ -29,11 +29,6 @@ def _sizes(tokens: int, seqs: int, logits: int, draws: int) -> tuple[int, ...]:
     return (tokens,) * 3 + (seqs + 1, seqs, seqs + 1, seqs, seqs, 0, logits, *((draws,) * 4))
 
 
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on its way to the device. PyTorch keeps the pinned memory until the copy has ended."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
 class CpuGpuBuffer:
     """An int32 device buffer that is refilled for each step; on a CUDA device through pinned memory.
 
