@@ -260,12 +260,14 @@ def _sum(name: str, parts: Sequence[Part]) -> Part:
     return Part(name, name, seconds, int(launches), int(read), dict(kernels))
 
 
-def rows_of(result: Profile, bytes_per_s: float | None) -> list[Row]:
-    """A row for each part. `bytes_per_s`: of reading memory, for `of_limit`, the share of the time that the reads would take."""
+def rows_of(result: Profile, bytes_per_s: float | None, impl: str | None = None) -> list[Row]:
+    """A row for each part. `bytes_per_s`: of reading memory, for `of_limit`, the share of the time that the reads would take.
+    `impl`: what the step is beside the first one, which has None."""
     limit = None if bytes_per_s is None else 1 / bytes_per_s
     return [
         {
-            "step": result.step, "step_s": result.step_s, "traced_s": result.traced_s, "name": part.name, "kind": part.kind,
+            "step": result.step, "impl": impl, "step_s": result.step_s, "traced_s": result.traced_s,
+            "name": part.name, "kind": part.kind,
             "seconds": part.seconds, "share": part.seconds / result.traced_s, "launches": part.launches,
             "read_bytes": part.read_bytes, "kernels": part.kernels,
             "of_limit": part.read_bytes * limit / part.seconds if limit and part.read_bytes and part.seconds else None,
@@ -278,7 +280,8 @@ def markdown(shared: Row, rows: list[Row]) -> str:
     """The report: for each step a table by kind of layer, then by kernel."""
     lines = heading(shared)
     for step in dict.fromkeys(row["step"] for row in rows):
-        of_step = [row for row in rows if row["step"] == step]
+        of_step = [row for row in rows if row["step"] == step and row["impl"] is None]
+        others = [row for row in rows if row["step"] == step and row["impl"] is not None]
         parts = [Part(*(row[name] for name in Part._fields)) for row in of_step]
         whole, measured = of_step[0]["traced_s"], of_step[0]["step_s"]
         lines += ["", f"**{step}**: {measured * 1e3:.3f} ms; together {whole * 1e3:.3f} ms", ""]
@@ -290,12 +293,23 @@ def markdown(shared: Row, rows: list[Row]) -> str:
         ]  # fmt: skip
         heads = ["part", "µs", "share", "µs each", "MB of weights", "of the limit", "launches"]
         lines += markdown_table(heads, cells, 1)
+        lines += ["", *_beside(parts, others)] if others else []
         kernels = _sum("all", parts).kernels
         if kernels:
             top = sorted(kernels.items(), key=lambda item: -item[1])[:12]
             cells = [[f"`{kernel[:60]}`", f"{took * 1e6:,.0f}", f"{took / whole:.1%}"] for kernel, took in top]
             lines += ["", *markdown_table(["kernel", "µs", "share"], cells, 1)]
     return "\n".join(lines) + "\n"
+
+
+def _beside(parts: Sequence[Part], others: Sequence[Row]) -> list[str]:
+    """A table of the parts with another implementation."""
+    impl, whole = others[0]["impl"], sum(part.seconds for part in parts)
+    kinds = {kind: part for kind, _, part in by_kind(Part(*(row[name] for name in Part._fields)) for row in others)}
+    pairs = [(kind, part.seconds, kinds[kind].seconds) for kind, _, part in by_kind(parts) if kind in kinds]
+    pairs.append(("together", whole, others[0]["traced_s"]))
+    cells = [[kind, f"{a * 1e6:,.0f}", f"{b * 1e6:,.0f}", f"{b / a:.2f} ×" if a else "-"] for kind, a, b in pairs]
+    return markdown_table(["part", "µs", f"{impl}, µs", "as long"], cells, 1)
 
 
 def _share(rows: Sequence[Row], kind: str) -> str:

@@ -13,29 +13,29 @@ spec = importlib.util.spec_from_file_location("lines", Path(__file__).with_name(
 lines = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(lines)
 
-CORE = 10_358  # (seams of hooks) what one reads to know how a token is made: the rooms of `lines.CORE` together
+CORE = 10_365  # (seams of hooks) what one reads to know how a token is made: the rooms of `lines.CORE` together
 BUDGET = {
-    "minirt": 2_035,  # settings for hooks: hidden states, edits, logits processors
+    "minirt": 2_037,  # settings for hooks: hidden states, edits, logits processors
     "minirt/engine": 3_214,  # the seams of hooks: a plan's part, a kind of bucket, rows for the collector
     "minirt/step": 415,  # what a plan says of hooks
-    "minirt/layers": 773,
+    "minirt/layers": 781,  # a hook of the input of the last product
     "minirt/modeling": 1_528,
     "minirt/loading": 1_572,  # `capture` and `edits`, options
     "minirt/speculative": 296,
     "models": 525,
     "models/recipe": 731,
     "kernels": 12_339,  # what is compiled ahead reaches launches in Triton 3.6, too
-    "minirt/hooks": 313,  # hidden states, edits, logits processors
+    "minirt/hooks": 333,  # hidden states, edits, logits processors
     "minirt/precompile": 39,  # `minirt compile`
     "minirt/server": 2_813,  # `/ready`
     "minirt/text": 2_501,
     "minirt/structured": 1_193,
-    "minirt/cli": 2_794,  # `minirt profile`
+    "minirt/cli": 2_800,  # `minirt profile`
     "minirt/nn": 367,
     "minirt/patching": 629,
-    "bench": 6_297,  # `minirt profile`, the table of starts
+    "bench": 6_307,  # `minirt profile`, the table of starts
     "examples": 199,  # logit lens, linear probe, steering vector
-    "tests": 38_990,  # hooks against transformers, a profile's parts
+    "tests": 39_021,  # hooks against transformers, a profile's parts
 }
 
 

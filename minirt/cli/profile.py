@@ -1,5 +1,6 @@
 """`minirt profile`: options and output. minirt.bench.profile measures."""
 
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -19,6 +20,7 @@ class _Options:
         kind=shared.NUMBERS_OR_0)
     input_len: Any = setting(
         "Tokens of each in steps of prompts; 0: none.", "128", option="--input-len -p", kind=shared.NUMBERS_OR_0)
+    compare: str | None = setting("Profile the same steps with this --impl, too, such as eager.", metavar="NAME")
     repeats: int = setting("Steps of each kind.", 10, kind=COUNT)
 
 
@@ -41,13 +43,17 @@ def profile(ctx: click.Context, batch_size: tuple[int, ...], **options: Any) -> 
 
     steps = [(size, length, kind) for kind in ("context_len", "input_len") for length in options[kind] for size in batch_size]
     load, progress, rows = shared.for_measuring(shared.to_load_options(options, name)), progress_of(options), []
-    with shared.open_generator(load, options["quiet"]) as generator:
-        ceiling = read_ceiling(generator.device)
-        for size, length, kind in steps:
-            result = measure(
-                generator, batch_size=size, context_len=length, prompt=kind == "input_len", repeats=options["repeats"]
-            )
-            progress(f"{result.step}: {result.step_s * 1e3:.3f} ms")
-            rows += rows_of(result, ceiling.bytes_per_s)
-        about = machine("profile", generator.device, words_of(ctx), ceiling) | {"model": name, "plan": generator.plan.title}
+    about: dict[str, Any] = {}
+    for other in (None, options["compare"]):
+        if other is None and about:
+            break
+        with shared.open_generator(load if other is None else replace(load, impl=other), options["quiet"]) as generator:
+            ceiling = read_ceiling(generator.device)
+            for size, length, kind in steps:
+                result = measure(
+                    generator, batch_size=size, context_len=length, prompt=kind == "input_len", repeats=options["repeats"]
+                )
+                progress(f"{result.step}: {result.step_s * 1e3:.3f} ms")
+                rows += rows_of(result, ceiling.bytes_per_s, other)
+            about = about or machine("profile", generator.device, words_of(ctx), ceiling) | {"model": name}
     print_report(Report(about, rows, markdown), options)

@@ -66,4 +66,7 @@ def test_the_command(run):
     text = printed(run("profile", "-c", "20", "-p", "0", "--repeats", "1", "-q"))
     assert "6 × mlp" in text
     assert "prompt" not in text
+    beside = printed(run("profile", "-c", "20", "-p", "0", "--repeats", "1", "-q", "--compare", "eager"))
+    assert "eager, µs" in beside
+    assert "together" in beside
     refused(run("profile", "-b", "100", "-q"), "not a step of this engine")

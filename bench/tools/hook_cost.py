@@ -1,0 +1,66 @@
+"""What hooks cost a decode step, on one GPU: `python bench/tools/hook_cost.py MODEL [PAIRS]`, random weights; prints JSON.
+
+One engine has no hooks, the other may capture the stream behind one block and steer there. Both stay on the GPU and run in turns; a
+result is the median of the ratios of the times of a step to those without hooks, with a 95% confidence interval of the median.
+"""
+
+import statistics
+import sys
+import time
+from typing import Any
+
+from minirt import Generator, SamplingParams
+from minirt.bench.tools.paired import interval
+from minirt.bench.tools.results import print_record
+
+BATCH, CONTEXT, STEPS = 64, 128, 128
+MODES = {  # what each request of a batch asks for: the first one alone, or all
+    "may capture, nobody asks": (), "one captures": ("capture", 1), "all capture": ("capture", BATCH), "one is steered": ("steer", 1),
+}  # fmt: skip
+
+
+def main() -> None:
+    import torch
+
+    model, pairs = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 12
+    options: dict[str, Any] = {"random_weights": True, "warm_up": "full", "kv_cache_memory": 4 << 30, "prefix_cache": False}
+    plain = Generator.from_pretrained(model, **options)
+    place = f"layers.{plain.config.num_layers // 2}"
+    vector = torch.randn(plain.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    from minirt.hooks.layer import add
+
+    hooked = Generator.from_pretrained(model, capture=[place], edits={place: add(vector)}, **options)
+    asks: dict[str, Any] = {"capture": [place], "steer": {place: 1.0}}
+    serial = 0
+
+    def seconds(generator: Generator, tokens: int, mode: tuple = ()) -> float:
+        nonlocal serial
+        serial += 1
+        vocab = generator.config.vocab_size
+        prompts = [[(serial * 7919 + i * 104729 + t * 31) % vocab for t in range(CONTEXT)] for i in range(BATCH)]
+        shared: dict[str, Any] = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True}
+        name, count = mode or ("capture", 0)
+        params = [SamplingParams(**shared, **({name: asks[name]} if i < count else {})) for i in range(BATCH)]
+        started = time.perf_counter()
+        generator.generate(prompts, params)
+        return time.perf_counter() - started
+
+    def step(generator: Generator, mode: tuple = ()) -> float:
+        return (seconds(generator, 8 + STEPS, mode) - seconds(generator, 8, mode)) / STEPS
+
+    step(plain)
+    for mode in MODES.values():
+        step(hooked, mode)
+    rows = []
+    for name, mode in MODES.items():
+        times = [(step(plain), step(hooked, mode)) for _ in range(pairs)]
+        ratios = [b / a for a, b in times]
+        low, high = interval(ratios)
+        medians = [statistics.median(column) for column in zip(*times, strict=True)]
+        rows.append({"what": name, "plain_s": medians[0], "hooked_s": medians[1], "ratio": statistics.median(ratios), "low": low, "high": high})
+        print(rows[-1], file=sys.stderr, flush=True)
+    print_record("hooks", model=model, results=rows)
+
+
+if __name__ == "__main__":
+    main()
