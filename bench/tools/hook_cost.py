@@ -1,7 +1,7 @@
 """What hooks cost a decode step, on one GPU: `python bench/tools/hook_cost.py MODEL [PAIRS]`, random weights; prints JSON.
 
-One engine has no hooks, the other may capture the stream behind one block and steer there. Both stay on the GPU and run in turns; a
-result is the median of the ratios of the times of a step to those without hooks, with a 95% confidence interval of the median.
+One engine has no hooks, the other may capture the stream behind one block and steer there. Both stay on the GPU and run in turns.
+A result is the median of the ratios of the times of a step to those without hooks, with a 95% confidence interval of the median.
 """
 
 import statistics
@@ -9,9 +9,12 @@ import sys
 import time
 from typing import Any
 
+import torch
+
 from minirt import Generator, SamplingParams
 from minirt.bench.tools.paired import interval
 from minirt.bench.tools.results import print_record
+from minirt.hooks.layer import add
 
 BATCH, CONTEXT, STEPS = 64, 128, 128
 MODES = {  # what each request of a batch asks for: the first one alone, or all
@@ -20,15 +23,11 @@ MODES = {  # what each request of a batch asks for: the first one alone, or all
 
 
 def main() -> None:
-    import torch
-
     model, pairs = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 12
     options: dict[str, Any] = {"random_weights": True, "warm_up": "full", "kv_cache_memory": 4 << 30, "prefix_cache": False}
     plain = Generator.from_pretrained(model, **options)
     place = f"layers.{plain.config.num_layers // 2}"
     vector = torch.randn(plain.config.hidden_size, generator=torch.Generator().manual_seed(1))
-    from minirt.hooks.layer import add
-
     hooked = Generator.from_pretrained(model, capture=[place], edits={place: add(vector)}, **options)
     asks: dict[str, Any] = {"capture": [place], "steer": {place: 1.0}}
     serial = 0
@@ -57,7 +56,8 @@ def main() -> None:
         ratios = [b / a for a, b in times]
         low, high = interval(ratios)
         medians = [statistics.median(column) for column in zip(*times, strict=True)]
-        rows.append({"what": name, "plain_s": medians[0], "hooked_s": medians[1], "ratio": statistics.median(ratios), "low": low, "high": high})
+        ratio = {"ratio": statistics.median(ratios), "low": low, "high": high}
+        rows.append({"what": name, "plain_s": medians[0], "hooked_s": medians[1], **ratio})
         print(rows[-1], file=sys.stderr, flush=True)
     print_record("hooks", model=model, results=rows)
 
