@@ -18,7 +18,8 @@ from minirt.hooks.layer import add
 
 BATCH, CONTEXT, STEPS = 64, 128, 128
 MODES = {  # what each request of a batch asks for: the first one alone, or all
-    "may capture, nobody asks": (), "one captures": ("capture", 1), "all capture": ("capture", BATCH), "one is steered": ("steer", 1),
+    "may capture, nobody asks": (), "one captures": ("capture", 1), "all capture": ("capture", BATCH),
+    "one is steered": ("steer", 1),
 }  # fmt: skip
 
 
