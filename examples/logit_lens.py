@@ -21,5 +21,5 @@ with Generator(model, loaded.tokenizer) as generator:
         normed = reference.rms_norm(states[-1:].to(model.device), head.norm.weight, model.config.rms_norm_eps)
         probabilities = reference.linear(normed, head.lm_head.weight).float().softmax(-1)[0]
         probability, token = probabilities.max(-1)
-        print(f"{place:>9}: {loaded.tokenizer.decode([int(token)])!r} {probability:.0%}")
+        print(f"{place:>9}: {loaded.tokenizer.decode([int(token)])!r} {probability:.2f}")
     print(f"   answer: {completion.text!r}")
