@@ -46,8 +46,8 @@ def force(generator: Generator, rate: float) -> None:
     sampler = runner.sampler
     draw = sampler.draw
 
-    def forced(logits: Tensor, row_maxima: Any, view: Any, plan: Any, proposed: Tensor | None = None) -> Any:
-        drawn, packed = draw(logits, row_maxima, view, plan, proposed)
+    def forced(logits: Tensor, row_maxima: Any, view: Any, plan: Any, proposed: Tensor | None = None, process: Any = None) -> Any:
+        drawn, packed = draw(logits, row_maxima, view, plan, proposed, process)
         if proposed is not None and plan.sequences.total_draws > len(plan.sequences.slots):
             counts = plan.sequences.num_draws
             slots = np.repeat(plan.sequences.slots, counts)

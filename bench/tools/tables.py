@@ -228,20 +228,18 @@ def trace_table(records: Records) -> str:
 
 
 def start_table(records: Records) -> str:
-    """Starts with an empty kernel cache, with a folder of `minirt compile`, and with a warm one, by phase."""
-    kinds = {"empty": "empty kernel cache", "taken": "`--kernel-cache`", "warm": "warm kernel cache"}
+    """Starts with an empty kernel cache and with a warm one, by phase."""
     phases = {
         "torch": "import torch", "device": "CUDA", "minirt": "import minirt", "load": "load", "warm_up": "warm-up",
         "first_token": "first token", "total": "all",
     }  # fmt: skip
     cells = []
-    for name, record in records.items():
+    for record in records.values():
         model = record["model"] + ", `--fp8`" * (record["quantization"] == "fp8")
         for row in record["results"]:
-            if row["caches"] == "warm" and name.endswith("taken"):  # another record has it
-                continue
             times = (f"{row[f'{phase}_s']['median']:.2f}" for phase in phases)
-            cells.append([f"{model}, {kinds[row['caches']]}", *times, str(row["kernels"]) if row["caches"] != "warm" else NONE])
+            count = str(row["kernels"]) if row["caches"] != "warm" else NONE
+            cells.append([f"{model}, {row['caches']} kernel cache", *times, count])
     return table(["seconds", *phases.values(), "kernels compiled until then"], cells)
 
 
@@ -568,7 +566,7 @@ BLOCKS = {
         _named(f"{_H100}steps-", "fp8-qwen3.5-35b-a3b fp8-qwen3-30b-a3b int4-qwen3-30b-a3b"), replays_table, _MODELS
     ),
     "formats": Block(_named("h200-steps-fp8-", "blocks channels odd-tiles odd-widths"), formats_table, _MODELS),
-    "start": Block(_named("h200-start-", "7b 7b-taken 7b-fp8 0.5b qwen3.5-9b 30b-a3b-fp8"), start_table, _SYSTEM),
+    "start": Block(_named("h200-start-", "7b 7b-fp8 0.5b qwen3.5-9b 30b-a3b-fp8"), start_table, _SYSTEM),
     "chunking": Block(_named("h200-chunking-", "8448 2048 512"), chunking_table, _MODELS),
     "mixture": Block(_MIXTURE, mixture_table, _MODELS),
     "mixture-fp8-blocks": Block(_named(f"{_H100}mixture-", "bf16 fp8 fp8-blocks"), mixture_table, _MODELS),

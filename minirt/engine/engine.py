@@ -338,7 +338,7 @@ class Engine:
         began, runner = time.perf_counter(), self._runner
         plan = plan_step(scheduled, self._scheduler.host, runner.columns, self._vocab_size, runner.hooks)
         try:
-            if plan.sampling.needs_tokens:
+            if plan.sampling.masked or plan.sampling.processed:
                 forward = runner.forward(plan)
                 outputs += self._collect_to(0, deliver)
                 drawing = self._drawing(scheduled)
@@ -352,7 +352,7 @@ class Engine:
             if not isinstance(error, StepOutOfMemory) and not is_out_of_memory(error):
                 raise
             return StepOutOfMemory(getattr(error, "slot", None), str(error))
-        if self._step_times is not None and not scheduled.prompts and not plan.sampling.needs_tokens:
+        if self._step_times is not None and not scheduled.prompts and not (plan.sampling.masked or plan.sampling.processed):
             self._step_times.observe(scheduled.sequences.total_tokens, time.perf_counter() - began)
         self._scheduler.on_started(scheduled)
         self._in_flight.append((step, scheduled))

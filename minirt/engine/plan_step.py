@@ -59,11 +59,11 @@ def plan_step(
         for slot in host.unsent.intersection(planned.slots[:going_on].tolist()):
             edits += _new_pages(host, slot, columns)
     given = np.concatenate(tokens) if len(tokens) > 1 else tokens[0] if tokens else NO_TOKENS
-    bits, hooked = _bits(scheduled, host), None
+    (bits, sampling), hooked = _sampling(scheduled, host), None
     if bits & _HOOKED and hooks is not None:
         hooked = hooks.plan(planned, [host.sequences[slot] for slot in planned.slots.tolist()])
     return StepPlan(
-        planned, given, tuple(edits), tuple(rules), tuple(scored), _sampling(scheduled, host, bits), scheduled.copies,
+        planned, given, tuple(edits), tuple(rules), tuple(scored), sampling, scheduled.copies,
         scheduled.snapshots, hooked,
     )  # fmt: skip
 
@@ -74,9 +74,9 @@ def _new_pages(host: HostSlots, slot: int, columns: Columns) -> list[Edit]:
     return [Edit(slot, columns.page_tables + first, pages.copy())] if len(pages) else []
 
 
-def _bits(scheduled: ScheduledStep, host: HostSlots) -> int:
-    """What a step's sequences need."""
-    slots, bits = scheduled.sequences.slots, 0
+def _sampling(scheduled: ScheduledStep, host: HostSlots) -> tuple[int, Sampling]:
+    """What a step's sequences need, and its draws."""
+    slots, draws, bits = scheduled.sequences.slots, scheduled.sequences.num_draws, 0
     for _, sequence, chunk in scheduled.prompts:
         bits |= int(host.flags[chunk.slot]) & _HOOKED
         if chunk.num_draws:
@@ -91,15 +91,9 @@ def _bits(scheduled: ScheduledStep, host: HostSlots) -> int:
             flags = np.where(generated < host.rules_until[decoding], flags, flags & ~_OF_RULES)
             of_decoding = int(np.bitwise_or.reduce(flags))
         bits |= of_decoding
-    return bits
-
-
-def _sampling(scheduled: ScheduledStep, host: HostSlots, bits: int) -> Sampling:
-    """What the draws of a step need."""
-    slots, draws = scheduled.sequences.slots, scheduled.sequences.num_draws
     if not bits & _LOGPROBS:
-        return _of_bits(bits)
-    return _of_bits(bits)._replace(logprobs=tuple(np.repeat(host.num_top[slots], draws).tolist()))
+        return bits, _of_bits(bits)
+    return bits, _of_bits(bits)._replace(logprobs=tuple(np.repeat(host.num_top[slots], draws).tolist()))
 
 
 @lru_cache

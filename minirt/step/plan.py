@@ -130,11 +130,6 @@ class Sampling(NamedTuple):
     processed: bool = False
     logprobs: tuple[int, ...] = ()
 
-    @property
-    def needs_tokens(self) -> bool:
-        """Whether the host has to know all tokens before the draw."""
-        return self.masked or self.processed
-
 
 class HookPlan(NamedTuple):
     """What a step's hooks do (`minirt.hooks`).

@@ -9,6 +9,7 @@ import torch
 from engine.test_engine import Mock
 
 from minirt import models
+from minirt.engine import buckets
 from minirt.engine.buckets import (
     MAX_PROMPT_TOKENS,
     MAX_PROMPT_TOKENS_SMALL,
@@ -21,13 +22,14 @@ from minirt.engine.buckets import (
 )
 from minirt.engine.execute.runner import Runner
 from minirt.engine.limits import MAX_LOGITS_ROWS, EngineLimits
-from minirt.engine.warmup import warm_up
+from minirt.engine.warmup import steps, warm_up
 from minirt.engine.warmup.steps import _prompts, warm_up_steps
 from minirt.kernels.attention import dispatch as attention
 from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.kernels.attention.operands import decode_lookup_size
 from minirt.kernels.linear import dispatch
 from minirt.kernels.linear.product import Product
+from minirt.kernels.regimes import operations
 from minirt.kernels.sampling.batch import SamplingBatch
 from minirt.layers import base
 from minirt.modeling.formats import QuantizedToFp8
@@ -92,6 +94,8 @@ def test_a_regime_is_found_by_its_declaration_alone(monkeypatch):
     own = dispatch.LinearRegime(
         "made_up", "tokens", 70, 90, padded=lambda tokens: 80 if tokens <= 80 else 90, launch=lambda product: None
     )
+    for module in (buckets, steps):
+        monkeypatch.setattr(module, "operations", operations.__wrapped__)  # without its cache
     before = token_counts(8192), token_bucket(75), batch_bucket(85)
     monkeypatch.setattr(dispatch, "REGIMES", (own, *dispatch.REGIMES))
     x, weight = torch.zeros(75, 16), torch.zeros(8, 16)

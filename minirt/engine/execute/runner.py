@@ -171,7 +171,7 @@ class Runner:
 
     def _forward(self, plan: StepPlan) -> Forward:
         needs, planned = plan.sampling, plan.sequences
-        needed = bool(plan.scored or needs.needs_tokens or needs.any_rules or needs.logprobs or not needs.all_greedy)
+        needed = bool(plan.scored or needs.masked or needs.processed or needs.any_rules or needs.logprobs or not needs.all_greedy)
         bucket = self.graphs.find_or_capture(plan)
         greedy = not needed and bucket is not None
         self.buffers.send(plan, logits_needed=needed, greedy=greedy)
