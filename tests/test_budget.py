@@ -34,7 +34,7 @@ BUDGET = {
     "minirt/nn": 367,
     "minirt/patching": 629,
     "bench": 6_358,  # `minirt profile`, the table of starts, what hooks cost
-    "examples": 199,  # logit lens, linear probe, steering vector
+    "examples": 220,  # logit lens, linear probe, steering vector, a profile
     "tests": 39_025,  # hooks against transformers, a profile's parts
 }
 
