@@ -8,26 +8,20 @@ same order. On a CPU each layer is timed by itself.
 import statistics
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
 from minirt.bench.read_bytes import layer_read_bytes
-from minirt.bench.replay import check_step, scheduled
+from minirt.bench.replay import planned_step
 from minirt.bench.report import Row, heading, markdown_table
 from minirt.engine.engine import Engine
 from minirt.engine.execute.runner import Runner
-from minirt.engine.plan_step import plan_step
-from minirt.engine.request import Request
-from minirt.engine.state.sequence import Sequence as EngineSequence
-from minirt.engine.state.slots import HostSlots
 from minirt.errors import UnsupportedError
 from minirt.generator import Generator
 from minirt.modeling.model import Model
-from minirt.sampling_params import SamplingParams, resolve
 from minirt.step.plan import StepPlan
 
 GAPS, INPUT, DRAW, OTHER = "gaps", "input of the step", "draw", "other"
@@ -72,7 +66,7 @@ def profile(
     generator: Generator, *, batch_size: int = 1, context_len: int = 128, prompt: bool = False, repeats: int = 10
 ) -> Profile:  # fmt: skip
     """Profile a decode step of `batch_size` sequences, which have `context_len` tokens with the new one, or of that many prompts
-    of this length. Cached values are arbitrary; tokens differ between sequences.
+    of this length. What the KV pages hold is arbitrary. Each sequence has other tokens.
 
     Raises:
         InputError, ContextLengthError: not a step of this engine; the cache has no room for that many tokens.
@@ -89,33 +83,17 @@ def _profile(engine: Engine, step: str, batch_size: int, context_len: int, promp
     runner, model = engine._runner, engine._runner.model
     if not isinstance(model, Model):
         raise UnsupportedError("only a model of layers can be profiled", where="profile", found=type(model).__name__)
-    with _plan(engine, batch_size, context_len, prompt) as plan, runner._inference, runner._on_device:
+    with planned_step(engine, batch_size, context_len, "profile", prompts=prompt) as plan, runner._inference, runner._on_device:
         on_gpu = engine._device.type == "cuda"
         step_s, parts = (_on_gpu if on_gpu else _on_cpu)(runner, model, plan, repeats)
     return Profile(step, step_s, sum(part.seconds for part in parts), parts)
 
 
-@contextmanager
-def _plan(engine: Engine, batch_size: int, context_len: int, prompt: bool) -> Iterator[StepPlan]:
-    pages = check_step(engine, batch_size, context_len, "profile")
-    greedy, sequences = resolve(SamplingParams(temperature=0.0), None), list[EngineSequence]()
-    host, allocator, vocab = HostSlots(engine.limits, pages), engine._cache.allocator, engine._vocab_size
-    try:
-        for i in range(batch_size):
-            tokens = [(i + 31 * t) % vocab for t in range(context_len)]
-            sequence = EngineSequence(Request(-1, tokens, greedy), context_len)
-            sequence.take_slot(host, allocator.allocate(pages))
-            sequences.append(sequence)
-        new = context_len if prompt else 1
-        values = [(s.slot, context_len - new, new, 1, 1, context_len) for s in sequences]
-        yield plan_step(scheduled(sequences, values, host), host, engine._runner.columns, vocab)
-    finally:
-        for sequence in sequences:
-            allocator.release(sequence.pages.tolist())
-
-
-def _layers(model: Model) -> list[tuple[str, str, int]]:
-    return [(layer.name, layer.kind, layer_read_bytes(layer, model.dtype, 1)) for layer in model.layers]
+def _parts(model: Model, plan: StepPlan) -> list[tuple[str, str, int]]:
+    """Name, kind and bytes of weights of each part of a step, in order."""
+    tokens = plan.sequences.total_tokens
+    layers = [(layer.name, layer.kind, layer_read_bytes(layer, model.dtype, tokens)) for layer in model.layers]
+    return [(INPUT, INPUT, 0), *layers, (DRAW, DRAW, 0)]
 
 
 def _on_cpu(runner: Runner, model: Model, plan: StepPlan, repeats: int) -> tuple[float, list[Part]]:
@@ -136,10 +114,9 @@ def _on_cpu(runner: Runner, model: Model, plan: StepPlan, repeats: int) -> tuple
         stamps.append(time.perf_counter())
         for place, (a, b) in enumerate(pairwise(stamps)):
             times[place].append(b - a)
-    parts = [(INPUT, INPUT, 0), *_layers(model), (DRAW, DRAW, 0)]
     medians = (statistics.median(values[1:]) for values in times.values())
     return statistics.median(whole[1:]), [
-        Part(name, kind, seconds, 0, read, {}) for (name, kind, read), seconds in zip(parts, medians, strict=True)
+        Part(name, kind, seconds, 0, read, {}) for (name, kind, read), seconds in zip(_parts(model, plan), medians, strict=True)
     ]
 
 
@@ -156,8 +133,7 @@ def _on_gpu(runner: Runner, model: Model, plan: StepPlan, repeats: int) -> tuple
     step_s = events[0].elapsed_time(events[1]) / 1e3 / repeats
     launched = split(_traced(lambda: _by_layer(runner, model, plan)))
     steps = steps_of(_traced(lambda: [runner.start(plan) for _ in range(repeats + 2)][-1].result()))
-    names = [(INPUT, INPUT, 0), *_layers(model), (DRAW, DRAW, 0)]
-    return step_s, divided(names, launched, steps)
+    return step_s, divided(_parts(model, plan), launched, steps)
 
 
 def _by_layer(runner: Runner, model: Model, plan: StepPlan) -> None:
@@ -192,8 +168,8 @@ def _traced(work: Any) -> list[Kernel]:
     with trace_of(activities=[ProfilerActivity.CUDA]) as trace:
         work()
         torch.cuda.synchronize()
-    found = [e for e in trace.events() if e.device_type == DeviceType.CUDA]
-    return sorted((Kernel(e.name, e.time_range.start, e.time_range.end) for e in found), key=lambda kernel: kernel.start)
+    events = [e for e in trace.events() if e.device_type == DeviceType.CUDA]
+    return sorted((Kernel(e.name, e.time_range.start, e.time_range.end) for e in events), key=lambda kernel: kernel.start)
 
 
 def split(kernels: Iterable[Kernel]) -> list[list[str]]:
@@ -260,17 +236,16 @@ def _sum(name: str, parts: Sequence[Part]) -> Part:
     return Part(name, name, seconds, int(launches), int(read), dict(kernels))
 
 
-def rows_of(result: Profile, bytes_per_s: float | None, impl: str | None = None) -> list[Row]:
+def rows_of(result: Profile, bytes_per_s: float, impl: str | None = None) -> list[Row]:
     """A row for each part. `bytes_per_s`: of reading memory, for `of_limit`, the share of the time that the reads would take.
     `impl`: what the step is beside the first one, which has None."""
-    limit = None if bytes_per_s is None else 1 / bytes_per_s
     return [
         {
             "step": result.step, "impl": impl, "step_s": result.step_s, "traced_s": result.traced_s,
             "name": part.name, "kind": part.kind,
             "seconds": part.seconds, "share": part.seconds / result.traced_s, "launches": part.launches,
             "read_bytes": part.read_bytes, "kernels": part.kernels,
-            "of_limit": part.read_bytes * limit / part.seconds if limit and part.read_bytes and part.seconds else None,
+            "of_limit": part.read_bytes / bytes_per_s / part.seconds if part.read_bytes and part.seconds else None,
         }
         for part in result.parts
     ]  # fmt: skip

@@ -1,6 +1,7 @@
 """`replay_times`: how long the CUDA graph of a decode step takes, without the rest of the step."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -14,7 +15,7 @@ from minirt.engine.state.slots import HostSlots
 from minirt.errors import ContextLengthError, EngineError, InputError, UnsupportedError
 from minirt.generator import Generator
 from minirt.sampling_params import SamplingParams, resolve
-from minirt.step.plan import PlannedSequences
+from minirt.step.plan import PlannedSequences, StepPlan
 
 
 def replay_times(generator: Generator, batch_size: int, context_len: int, repeats: int = 20) -> list[float]:
@@ -42,31 +43,44 @@ def scheduled(
     return ScheduledStep(planned, host.epochs[planned.slots], known)
 
 
-def check_step(engine: Engine, batch_size: int, context_len: int, where: str) -> int:
-    """The pages of a sequence of such a step. Raises as `replay_times` does."""
+@contextmanager
+def planned_step(
+    engine: Engine, batch_size: int, context_len: int, where: str, *, prompts: bool = False
+) -> Iterator[StepPlan]:  # fmt: skip
+    """Context with the plan of a greedy step that no scheduler has made, and with its pages. Raises as `replay_times` does.
+
+    Args:
+        where: what asks, for messages.
+        prompts: the sequences are prompts of `context_len` tokens; False: a decode step, in which each has one new token.
+    """
     if engine.has_work:
         raise EngineError("requests are open", where=where, hint="wait until they have ended")
     if not 1 <= batch_size <= engine.limits.max_num_seqs or not 1 <= context_len <= engine.max_len:
         expected = f"1 to {engine.limits.max_num_seqs} sequences of 1 to {engine.max_len} tokens"
         step = f"{batch_size} of {context_len}"
         raise InputError("not a step of this engine", where=where, expected=expected, found=step)
-    pages, free = engine._cache.pages_for(context_len), engine._cache.allocator.num_free
-    if batch_size * pages > free:
-        raise ContextLengthError("too few KV pages", where=where, expected=f"{batch_size * pages} free pages", found=free)
-    return pages
-
-
-def _replay(engine: Engine, batch_size: int, context_len: int, repeats: int) -> list[float]:
-    pages = check_step(engine, batch_size, context_len, "replay_times")
-    runner, allocator = engine._runner, engine._cache.allocator
+    pages, allocator, vocab = engine._cache.pages_for(context_len), engine._cache.allocator, engine._vocab_size
+    if batch_size * pages > allocator.num_free:
+        expected = f"{batch_size * pages} free pages"
+        raise ContextLengthError("too few KV pages", where=where, expected=expected, found=allocator.num_free)
     greedy, host, sequences = resolve(SamplingParams(temperature=0.0), None), HostSlots(engine.limits, pages), list[Sequence]()
     try:
         for i in range(batch_size):
-            sequence = Sequence(Request(-1, [i % engine._vocab_size] * context_len, greedy), context_len)
+            tokens = [(i + 31 * t) % vocab for t in range(context_len)]
+            sequence = Sequence(Request(-1, tokens, greedy), context_len)
             sequence.take_slot(host, allocator.allocate(pages))
             sequences.append(sequence)
-        values = [(sequence.slot, context_len - 1, 1, 1, 1, context_len) for sequence in sequences]
-        plan = plan_step(scheduled(sequences, values, host), host, runner.columns, engine._vocab_size)
+        new = context_len if prompts else 1
+        values = [(sequence.slot, context_len - new, new, 1, 1, context_len) for sequence in sequences]
+        yield plan_step(scheduled(sequences, values, host), host, engine._runner.columns, vocab)
+    finally:
+        for sequence in sequences:
+            allocator.release(sequence.pages.tolist())
+
+
+def _replay(engine: Engine, batch_size: int, context_len: int, repeats: int) -> list[float]:
+    runner = engine._runner
+    with planned_step(engine, batch_size, context_len, "replay_times") as plan:
         graphs, bucket = runner.graphs.captured, runner.graphs.find_or_capture(plan)
         if graphs is None or bucket is None:
             what = "there is no CUDA graph to time; it needs a GPU and every layer on Triton"
@@ -81,6 +95,3 @@ def _replay(engine: Engine, batch_size: int, context_len: int, repeats: int) -> 
             event.record()
         torch.cuda.synchronize()
         return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
-    finally:
-        for sequence in sequences:
-            allocator.release(sequence.pages.tolist())

@@ -298,6 +298,10 @@ def resolve(params: SamplingParams | None, generation_config: Mapping[str, Any] 
         expected = f"stop=[] beside the stop strings of {sources['stop']}"
         _contradiction("detokenize", "is False, and stop strings need the text", expected, values["stop"])
 
+    if values["stop"] and values["capture"] is not None:
+        expected = "stop=[] beside capture: a stop string ends a request before its states are handed over; use stop_token_ids"
+        _contradiction("stop", f"is set ({sources['stop']}), and the request captures states", expected, values["stop"])
+
     off = table("generation_config")
     stated = [(name, config[name]) for name in off if name in config] if off.keys() & config.keys() else []
     not_applied = tuple(f"{name}={value}" for name, value in stated if value not in (None, [], {}, False, *off[name]))

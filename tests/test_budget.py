@@ -13,10 +13,10 @@ spec = importlib.util.spec_from_file_location("lines", Path(__file__).with_name(
 lines = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(lines)
 
-CORE = 10_365  # (seams of hooks) what one reads to know how a token is made: the rooms of `lines.CORE` together
+CORE = 10_362  # (seams of hooks) what one reads to know how a token is made: the rooms of `lines.CORE` together
 BUDGET = {
-    "minirt": 2_037,  # settings for hooks: hidden states, edits, logits processors
-    "minirt/engine": 3_214,  # the seams of hooks: a plan's part, a kind of bucket, rows for the collector
+    "minirt": 2_040,  # settings for hooks: hidden states, edits, logits processors
+    "minirt/engine": 3_208,  # the seams of hooks: a plan's part, a kind of bucket, rows for the collector
     "minirt/step": 415,  # what a plan says of hooks
     "minirt/layers": 781,  # a hook of the input of the last product
     "minirt/modeling": 1_528,
@@ -25,7 +25,7 @@ BUDGET = {
     "models": 525,
     "models/recipe": 731,
     "kernels": 12_339,  # what is compiled ahead reaches launches in Triton 3.6, too
-    "minirt/hooks": 333,  # hidden states, edits, logits processors
+    "minirt/hooks": 320,  # hidden states, edits, logits processors
     "minirt/precompile": 39,  # `minirt compile`
     "minirt/server": 2_813,  # `/ready`
     "minirt/text": 2_501,
@@ -33,9 +33,9 @@ BUDGET = {
     "minirt/cli": 2_800,  # `minirt profile`
     "minirt/nn": 367,
     "minirt/patching": 629,
-    "bench": 6_358,  # `minirt profile`, the table of starts, what hooks cost
+    "bench": 6_338,  # `minirt profile`, the table of starts, what hooks cost
     "examples": 220,  # logit lens, linear probe, steering vector, a profile
-    "tests": 39_025,  # hooks against transformers, a profile's parts
+    "tests": 39_029,  # hooks against transformers, a profile's parts
 }
 
 

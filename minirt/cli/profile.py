@@ -44,9 +44,7 @@ def profile(ctx: click.Context, batch_size: tuple[int, ...], **options: Any) -> 
     steps = [(size, length, kind) for kind in ("context_len", "input_len") for length in options[kind] for size in batch_size]
     load, progress, rows = shared.for_measuring(shared.to_load_options(options, name)), progress_of(options), []
     about: dict[str, Any] = {}
-    for other in (None, options["compare"]):
-        if other is None and about:
-            break
+    for other in (None,) if options["compare"] is None else (None, options["compare"]):
         with shared.open_generator(load if other is None else replace(load, impl=other), options["quiet"]) as generator:
             ceiling = read_ceiling(generator.device)
             for size, length, kind in steps:

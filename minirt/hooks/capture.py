@@ -98,16 +98,16 @@ class Captured:
         """Which of the tokens from `start` to `stop` are still asked for."""
         return range(max(start, self.next), min(stop, self._prompt_len) if self.asked.rows == "prompt" else stop)
 
-    def add(self, rows: "Mapping[str, Tensor]", count: int) -> None:
-        """Keep the states of the next `count` tokens, [count, H] for each place."""
+    def add(self, states: "Mapping[str, Tensor]", first: int, count: int) -> None:
+        """Keep the states of the next `count` tokens: those rows from `first` on, for each place."""
         if count:
             self.next += count
             for name, parts in self._parts.items():
                 if self.asked.rows == "last":
                     parts.clear()
-                    parts.append(rows[name][count - 1 : count].clone())
+                    parts.append(states[name][first + count - 1 : first + count].clone())
                 else:
-                    parts.append(rows[name][:count].clone())
+                    parts.append(states[name][first : first + count].clone())
 
     def result(self) -> "dict[str, Tensor]":
         """[N, H] for each place, on the CPU."""

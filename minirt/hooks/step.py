@@ -1,7 +1,7 @@
 """`StepHooks`: what the hooks of a model do within a step, and the states that it hands to the host."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,33 +17,11 @@ from minirt.step.batch import Batch
 from minirt.step.plan import HookPlan, PlannedSequences
 
 
-class CapturedRows:
-    """The states that a step has copied for its sequences, on the host or on their way there.
+class CapturedRows(NamedTuple):
+    """The states that a step has copied for its sequences, on the host or on their way there: [N, H] for each place."""
 
-    Attributes:
-        plan: of the step.
-    """
-
-    def __init__(self, plan: HookPlan, rows: dict[str, Tensor]) -> None:
-        self.plan, self._rows = plan, rows
-
-    def of(self, first: int) -> "_From":
-        """Those from a row on, by place."""
-        return _From(self._rows, first)
-
-
-class _From(Mapping[str, Tensor]):
-    def __init__(self, rows: dict[str, Tensor], first: int) -> None:
-        self._rows, self._first = rows, first
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._rows[name][self._first :]
-
-    def __iter__(self) -> Any:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
+    plan: HookPlan
+    states: Mapping[str, Tensor]
 
 
 class StepHooks:
@@ -58,14 +36,14 @@ class StepHooks:
     """
 
     def __init__(self, layers: Sequence[Layer], tokens: int, seqs: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._hooks = hooks_of(layers)
-        capturing = [hook for hook in self._hooks if hook.captures]
-        self._index = {name: index for index, hook in enumerate(capturing) for name in hook.names}
-        self._buffer_of = {id(hook): index for index, hook in enumerate(capturing)}
-        self.places = list(self._index)
-        self.edits = list(dict.fromkeys(name for hook in self._hooks for name in hook.edits))
-        self._editing = next((hook for hook in self._hooks if hook.edits), None)
-        self._buffers = [torch.zeros(tokens, hook.width, dtype=dtype, device=device) for hook in capturing]
+        hooks = hooks_of(layers)
+        self._capturing = {name: hook for hook in hooks if hook.captures for name in hook.names}
+        self.places = list(self._capturing)
+        self.edits = list(dict.fromkeys(name for hook in hooks for name in hook.edits))
+        self._editing = next((hook for hook in hooks if hook.edits), None)  # the first one
+        self._buffers = {
+            hook: torch.zeros(tokens, hook.width, dtype=dtype, device=device) for hook in self._capturing.values()
+        }  # fmt: skip
         self._device, self._cuda = device, device.type == "cuda"
         shape = len(self.edits), seqs
         self._factors = torch.zeros(shape, dtype=dtype, device=device)
@@ -127,7 +105,7 @@ class StepHooks:
 
     def at(self, hook: Hook, x: Tensor, batch: Batch) -> Tensor:
         """What a hook does with the residual stream [T, H] of a step."""
-        if hook is self._editing or (hook.edits and self._of_rows.shape[1] != len(x)):  # also alone, in a dry run
+        if hook is self._editing:
             ends, seqs = batch.query_starts_device[1:], batch.num_seqs
             rows = torch.arange(len(x), dtype=ends.dtype, device=x.device)
             self._of_rows = self._factors[:, torch.searchsorted(ends, rows, right=True).clamp_(max=seqs - 1)]
@@ -139,7 +117,7 @@ class StepHooks:
                 raise InputError("an edit changed shape or dtype", where=f"edits {name!r}", expected=str(x.dtype), found=shown)
             x = torch.where(factor == 0, x, edited)
         if hook.captures:
-            self._buffers[self._buffer_of[id(hook)]][: len(x)].copy_(x)
+            self._buffers[hook][: len(x)].copy_(x)
         return x
 
     def take(self, plan: HookPlan, batch: Batch) -> CapturedRows | None:
@@ -148,15 +126,14 @@ class StepHooks:
             return None
         places, offsets = to_device(torch.from_numpy(plan.rows), self._device)
         rows = (batch.query_starts_device[places] + offsets).clamp_(max=batch.num_tokens - 1)
-        taken, by_buffer = dict[str, Tensor](), dict[int, Tensor]()
-        for name in plan.names:
-            index = self._index[name]
-            if index not in by_buffer:
-                states = self._buffers[index].index_select(0, rows)
-                host = torch.empty(states.shape, dtype=states.dtype, pin_memory=True) if self._cuda else states
-                by_buffer[index] = host.copy_(states, non_blocking=True) if self._cuda else states
-            taken[name] = by_buffer[index]
-        return CapturedRows(plan, taken)
+        used = {self._capturing[name] for name in plan.names}
+        copies = {hook: self._to_host(self._buffers[hook].index_select(0, rows)) for hook in used}
+        return CapturedRows(plan, {name: copies[self._capturing[name]] for name in plan.names})
+
+    def _to_host(self, states: Tensor) -> Tensor:
+        if not self._cuda:
+            return states
+        return torch.empty(states.shape, dtype=states.dtype, pin_memory=True).copy_(states, non_blocking=True)
 
 
 def hooks_of(layers: Sequence[Layer]) -> list[Hook]:

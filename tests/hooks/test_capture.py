@@ -14,6 +14,7 @@ from minirt import Generator, SamplingParams
 from minirt.errors import InputError
 from minirt.hooks.capture import ROWS, Capture
 from minirt.hooks.layer import ablate, add, replace, silence
+from minirt.sampling_params import resolve
 
 DENSE = ("Llama", "Qwen2", "Qwen3", "Mistral")
 MODELS = (*DENSE, "smollm3", "qwen3_5_moe", "qwen3_next", "qwen3_5")
@@ -59,9 +60,10 @@ def check(made, completion, layers, rows="all"):
     states = expected(made, tokens)
     for index, name in [(0, "embedding"), *((i + 1, f"layers.{i}") for i in range(layers))]:
         if name in completion.captured:
-            found, wanted = completion.captured[name], states[index][first:end]
-            assert found.shape == wanted.shape, (name, rows, found.shape, wanted.shape)
-            assert distance(found, wanted) < 1e-4 if len(wanted) else True, (name, rows)
+            captured, wanted = completion.captured[name], states[index][first:end]
+            assert captured.shape == wanted.shape, (name, rows, captured.shape, wanted.shape)
+            if len(wanted):
+                assert distance(captured, wanted) < 1e-4, (name, rows)
 
 
 def prompts(rng, lengths):
@@ -219,5 +221,7 @@ def test_what_is_refused(folder):
     for wrong in ({"places": ()}, {"places": ("a",), "rows": "some"}, {"places": ("a",), "dtype": "int8"}):
         with pytest.raises(InputError, match=r"Capture\."):
             Capture(**wrong)
+    with pytest.raises(InputError, match=r"SamplingParams\.stop.*captures states.*use stop_token_ids"):
+        resolve(SamplingParams(capture=["layers.1"], stop="end"), None)
     with pytest.raises(InputError, match="max_tokens of 1 or more"):
         SamplingParams(capture=["layers.1"], max_tokens=0, prompt_logprobs=0)

@@ -51,8 +51,8 @@ def test_static_buffers_change_no_state_and_no_token(monkeypatch):
     expected, wanted, _ = run("eager", graphs=False)
     monkeypatch.setattr(step_graphs, "CudaGraphs", Graphs)
     monkeypatch.setattr(step_buffers, "is_nvidia", lambda device: True)
-    found, states, graphs = run("triton", graphs=True)
-    assert found == expected
+    tokens, states, graphs = run("triton", graphs=True)
+    assert tokens == expected
     assert [state and sorted(state) for state in states] == [["layers.0", "layers.1"], None, None, ["layers.1"], None]
     for state, other in zip(states, wanted, strict=True):
         for name in state or ():

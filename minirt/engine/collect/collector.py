@@ -87,7 +87,7 @@ class Collector:
             sequence = self._scheduler.host.sequences[int(planned.slots[place])] if same[place] else None
             if sequence is not None and sequence.captured is not None:
                 kept = count if planned.starts[place] >= 0 else min(count, taken.get(place, 0))
-                sequence.captured.add(captured.of(first), kept)
+                sequence.captured.add(captured.states, first, kept)
 
     def _scores(self, result: StepResult, scheduled: ScheduledStep) -> list[TokenOutput]:
         """Keep a step's log-probabilities and logits of prompts. Returns the outputs of requests that are complete."""
