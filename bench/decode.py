@@ -13,12 +13,12 @@ from minirt.bench.ceiling import Ceiling, MatmulCeiling, datasheet_bandwidth
 from minirt.bench.experts import expected, in_decode
 from minirt.bench.flops import linear_flops
 from minirt.bench.measure import Runs, check_room
-from minirt.bench.read_bytes import step_read_bytes
 from minirt.bench.replay import replay_times
 from minirt.bench.summary import summarize
 from minirt.device import peak_memory
 from minirt.errors import InputError, MinirtError, UnsupportedError
 from minirt.generator import Generator
+from minirt.profiling.read_bytes import step_read_bytes
 
 STEPS = 128
 

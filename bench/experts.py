@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from minirt.bench.measure import random_prompts
-from minirt.bench.read_bytes import expected_experts
 from minirt.bench.summary import named_percentiles
 from minirt.engine.engine import Engine
 from minirt.generator import Generator
@@ -20,6 +19,7 @@ from minirt.layers import Layer
 from minirt.layers.base import Forward
 from minirt.layers.moe import MoE
 from minirt.modeling.config import ModelConfig
+from minirt.profiling.read_bytes import expected_experts
 from minirt.sampling_params import SamplingParams
 
 _STEPS = 8  # decode steps that are observed

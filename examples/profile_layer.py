@@ -6,9 +6,9 @@ python examples/profile_layer.py [MODEL]
 import sys
 
 from minirt import Generator
-from minirt.bench.profile import by_kind, profile
 from minirt.kernels import reference
 from minirt.layers import register
+from minirt.profiling.profile import by_kind
 
 
 @register("mlp", "slow")
@@ -25,7 +25,7 @@ def slow(layer):
 times = {}
 for impl in ("auto", "*.mlp=slow"):
     with Generator.from_pretrained(*sys.argv[1:2], impl=["auto", impl] if impl != "auto" else impl) as generator:
-        result = profile(generator, batch_size=2, context_len=64)
+        result = generator.profile(batch_size=2, context_len=64)
     for kind, count, part in by_kind(result.parts):
         times.setdefault((count, kind), []).append(part.seconds * 1e6)
 for (count, kind), (plain, slow_one) in times.items():

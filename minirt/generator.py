@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
@@ -37,6 +37,9 @@ from minirt.speculative.proposers import proposer_of
 from minirt.step.kv_cache import KVCache, page_bytes
 from minirt.structured.constraints import Constraints
 from minirt.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from minirt.profiling.profile import Profile
 
 _LOADING = settings_of(LoadOptions)
 _OF_LOADING = {name: f"Generator.from_pretrained({name}=…)" for name in _LOADING}  # arguments that belong to another call
@@ -281,6 +284,25 @@ class Generator:
         if output.logits is None:
             raise output.error or EngineError("the engine returned no logits", where=self.name)
         return output.logits
+
+    def profile(
+        self, *, batch_size: int = 1, context_len: int = 128, prompt: bool = False, repeats: int = 10
+    ) -> "Profile":  # fmt: skip
+        """Divide the time of a step among its layers and kernels. What the KV pages hold is arbitrary.
+
+        Args:
+            batch_size: sequences of the step. Each has other tokens.
+            context_len: tokens of each, the new one included.
+            prompt: they are prompts, all of whose tokens are computed; False: a decode step.
+            repeats: steps that are measured.
+        Raises:
+            InputError, ContextLengthError: not a step of this engine; the cache has no room for that many tokens.
+            EngineError: requests are open.
+            UnsupportedError: the model is no `Model`.
+        """
+        from minirt.profiling.profile import profile
+
+        return self._engine.call(lambda engine: profile(engine, batch_size, context_len, prompt, repeats))
 
     def encode(self, prompt: Prompt, max_tokens: int | None = None) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer adds. Token ids are returned unchanged.

@@ -13,6 +13,7 @@ from minirt.foreign_names import table
 from minirt.hooks.capture import Capture, capture, steering
 from minirt.settings import Integer, Number, Settings, is_token_id, setting, settings_of, switch, texts, token_ids
 from minirt.structured.params import StructuredOutputsParams
+from minirt.user_code import named
 
 DEFAULT_MAX_TOKENS = 256
 MAX_LOGPROBS = 20
@@ -49,10 +50,11 @@ def _biases(value: Any, place: str, error: type[MinirtError], hint: str | None =
 
 
 def _functions(value: Any, place: str, error: type[MinirtError], hint: str | None = None) -> tuple[Callable[..., Any], ...]:
-    several = (value,) if callable(value) else value
-    if isinstance(several, list | tuple) and all(map(callable, several)):
-        return tuple(several)
-    expected = "functions (token ids, logits) → logits"
+    several = value if isinstance(value, list | tuple) else (value,)
+    functions = tuple(named(each, place) for each in several)
+    if all(map(callable, functions)):
+        return functions
+    expected = "functions (token ids, logits) → logits, or their names as module:name"
     raise error("not logits processors", where=place, expected=expected, found=repr(value)[:500], hint=hint)
 
 
@@ -129,7 +131,7 @@ class SamplingParams(Settings):
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = setting(
         "What the text must be, such as JSON that a schema accepts: a `StructuredOutputsParams`, or its fields as a mapping.",
         check=_structured, acts="logits", option="", elsewhere={"vLLM": "guided_decoding"}, request=False)
-    logits_processors: Callable[..., Any] | Sequence[Callable[..., Any]] | None = setting(
+    logits_processors: Callable[..., Any] | str | Sequence[Callable[..., Any] | str] | None = setting(
         "Functions of the user, (token ids, logits) → logits, that change the logits of each new token.", check=_functions,
         unset=(), acts="logits", option="", request=False,
         details="They get the prompt and what was generated, [n] int64, and a copy of the model's logits, [V] fp32, on the "

@@ -1,8 +1,10 @@
-"""`import_file`: runs a Python file of the user, for the layers and implementations that it registers."""
+"""`import_file`: runs a Python file of the user, for the layers and implementations that it registers; `named`: what is in it."""
 
 import sys
+from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
 from minirt.errors import InputError, inside
 
@@ -33,3 +35,19 @@ def import_file(path: str) -> None:
             raise
         what = f"running it fails: {type(error).__name__}: {error}"
         raise InputError(what, where=place, hint="--debug shows the traceback") from error
+
+
+def named(value: Any, where: str) -> Any:
+    """What "module:name" stands for, so that another process can find it, too; the value itself if it is no text.
+
+    Raises:
+        InputError: there is no such module, or no such name in it.
+    """
+    if not isinstance(value, str):
+        return value
+    module, _, name = value.partition(":")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        expected, hint = "module:name", "--import FILE makes a file a module of its name"
+        raise InputError(f"cannot be imported: {error}", where=where, expected=expected, found=value, hint=hint) from error

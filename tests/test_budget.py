@@ -13,10 +13,10 @@ spec = importlib.util.spec_from_file_location("lines", Path(__file__).with_name(
 lines = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(lines)
 
-CORE = 10_362  # (seams of hooks) what one reads to know how a token is made: the rooms of `lines.CORE` together
+CORE = 10_386  # (seams of hooks, `Generator.profile`, functions by name) what one reads to know how a token is made: the rooms of `lines.CORE` together
 BUDGET = {
-    "minirt": 2_040,  # settings for hooks: hidden states, edits, logits processors
-    "minirt/engine": 3_208,  # the seams of hooks: a plan's part, a kind of bucket, rows for the collector
+    "minirt": 2_060,  # `Generator.profile`, functions by name
+    "minirt/engine": 3_212,  # logits as a place of a capture
     "minirt/step": 415,  # what a plan says of hooks
     "minirt/layers": 781,  # a hook of the input of the last product
     "minirt/modeling": 1_528,
@@ -25,17 +25,18 @@ BUDGET = {
     "models": 525,
     "models/recipe": 731,
     "kernels": 12_339,  # what is compiled ahead reaches launches in Triton 3.6, too
-    "minirt/hooks": 320,  # hidden states, edits, logits processors
+    "minirt/hooks": 375,  # hidden states and logits, edits, logits processors
+    "minirt/profiling": 231,  # of `bench`: `Generator.profile`
     "minirt/precompile": 39,  # `minirt compile`
     "minirt/server": 2_813,  # `/ready`
     "minirt/text": 2_501,
     "minirt/structured": 1_193,
-    "minirt/cli": 2_800,  # `minirt profile`
+    "minirt/cli": 2_805,  # `minirt profile`
     "minirt/nn": 367,
     "minirt/patching": 629,
-    "bench": 6_338,  # `minirt profile`, the table of starts, what hooks cost
-    "examples": 220,  # logit lens, linear probe, steering vector, a profile
-    "tests": 39_029,  # hooks against transformers, a profile's parts
+    "bench": 6_155,
+    "examples": 241,  # logit lens, linear probe, steering vector, a profile, a bad layer
+    "tests": 39_060,  # hooks against transformers, logits of draws, functions by name
 }
 
 

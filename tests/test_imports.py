@@ -29,7 +29,7 @@ TIERS = [
     ["minirt.models.*", "minirt.models", "minirt.modeling.*"],
     ["minirt.engine.*"],
     ["minirt.loading.*"],
-    ["minirt.precompile", "minirt.precompile.*"],
+    ["minirt.precompile", "minirt.precompile.*", "minirt.profiling", "minirt.profiling.*"],
     ["minirt.outputs"],
     ["minirt.processor"],
     ["minirt.call_driver"],

@@ -18,11 +18,11 @@ from minirt.bench.bounds import Errors, Floor, errors, fault, floor, limits
 from minirt.bench.compare.caches import indexable, view
 from minirt.bench.compare.truth import exact, settled
 from minirt.bench.flops import attention_flops
-from minirt.bench.read_bytes import layer_read_bytes
 from minirt.device import on_device
 from minirt.layers.base import BUILT_IN, Forward, Layer, implementation
 from minirt.modeling.formats import FP8
 from minirt.modeling.model import Model
+from minirt.profiling.read_bytes import layer_read_bytes
 from minirt.step.batch import Batch, Chunk
 from minirt.step.kv_cache import PAGE_SIZE, KVCache, LayerCache
 

@@ -2,6 +2,7 @@
 
 One engine has no hooks, the other may capture the stream behind one block and steer there. Both stay on the GPU and run in turns.
 A result is the median of the ratios of the times of a step to those without hooks, with a 95% confidence interval of the median.
+Then transformers takes the same steps, with a hook there that copies the stream of all sequences to the host.
 """
 
 import statistics
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from minirt import Generator, SamplingParams
+from minirt.bench.patch import build
 from minirt.bench.tools.paired import interval
 from minirt.bench.tools.results import print_record
 from minirt.hooks.layer import add
@@ -60,7 +62,27 @@ def main() -> None:
         ratio = {"ratio": statistics.median(ratios), "low": low, "high": high}
         rows.append({"what": name, "plain_s": medians[0], "hooked_s": medians[1], **ratio})
         print(rows[-1], file=sys.stderr, flush=True)
-    print_record("hooks", model=model, results=rows)
+    beside = transformers_step(model, plain.config.num_layers // 2, plain.device)
+    print_record("hooks", model=model, results=rows, transformers_step_s=beside)
+
+
+@torch.inference_mode()
+def transformers_step(name: str, layer: int, device: torch.device) -> float:
+    """Seconds of a decode step of an eager model of transformers whose states behind a block are copied to the host."""
+    model, states = build(name, True, torch.bfloat16, device, 0), list[torch.Tensor]()
+    model.model.layers[layer].register_forward_hook(
+        lambda module, arguments, output: states.append((output[0] if isinstance(output, tuple) else output).cpu())
+    )
+    ids = torch.arange(BATCH * CONTEXT, device=device).view(BATCH, CONTEXT)
+    done = model(ids, use_cache=True, logits_to_keep=1)
+    times = list[float]()
+    for _ in range(STEPS):
+        started = time.perf_counter()
+        done = model(done.logits[:, -1:].argmax(-1), past_key_values=done.past_key_values, use_cache=True)
+        times.append(time.perf_counter() - started)
+    if len(states) != 1 + STEPS:
+        raise AssertionError(f"{len(states)} states")
+    return statistics.median(times[8:])
 
 
 if __name__ == "__main__":

@@ -23,11 +23,11 @@ from minirt.bench import check, decode, prefill
 from minirt.bench.ceiling import matmul_ceiling, read_ceiling
 from minirt.bench.experts import in_prompt
 from minirt.bench.measure import Runs
-from minirt.bench.read_bytes import step_read_bytes
 from minirt.bench.replay import replay_times
 from minirt.bench.report import context
 from minirt.bench.tools.stored_format import add_options, changes, chosen_model
 from minirt.device import pick_device
+from minirt.profiling.read_bytes import step_read_bytes
 
 BATCHES, PROMPTS, TRACED = (1, 3, 8, 24, 64, 100, 256), (512, 2048), (1, 8, 64)
 CONTEXT = 128

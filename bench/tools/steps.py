@@ -27,10 +27,10 @@ def measure(model: str, quantization: str | None) -> None:
     from minirt import Generator
     from minirt.bench.ceiling import read_ceiling
     from minirt.bench.measure import Runs
-    from minirt.bench.read_bytes import step_read_bytes
     from minirt.bench.replay import replay_times
     from minirt.bench.summary import summarize
     from minirt.device import pick_device
+    from minirt.profiling.read_bytes import step_read_bytes
 
     sizes: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": max(BATCHES), "max_num_batched_tokens": max(PROMPTS)}
     results: list[dict[str, Any]] = []

@@ -1,13 +1,15 @@
 """`minirt profile`: options and output. minirt.bench.profile measures."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import click
 
 from minirt.cli import options as shared
-from minirt.cli.files import check_target
+from minirt.cli.files import check_picture, check_target
 from minirt.cli.help import command
+from minirt.cli.output import note
 from minirt.cli.report import print_report, progress_of, report_options, words_of
 from minirt.cli.settings import COUNT, options_of
 from minirt.settings import setting
@@ -21,6 +23,7 @@ class _Options:
     input_len: Any = setting(
         "Tokens of each in steps of prompts; 0: none.", "128", option="--input-len -p", kind=shared.NUMBERS_OR_0)
     compare: str | None = setting("Profile the same steps with this --impl, too, such as eager.", metavar="NAME")
+    picture: str | None = setting("Draw the time of each layer: .png or .svg.", metavar="FILE", group="Output")
     repeats: int = setting("Steps of each kind.", 10, kind=COUNT)
 
 
@@ -35,10 +38,10 @@ def profile(ctx: click.Context, batch_size: tuple[int, ...], **options: Any) -> 
     On a GPU the timeline of a trace is divided: kernels overlap, and each moment counts once. On a CPU each layer is timed.
     """
     check_target(options["output_file"], "--output-file")
+    check_picture(options["picture"])
     name = shared.model_name(options, options["quiet"])
     from minirt.bench.ceiling import read_ceiling
-    from minirt.bench.profile import markdown, rows_of
-    from minirt.bench.profile import profile as measure
+    from minirt.bench.profile import draw, markdown, rows_of
     from minirt.bench.report import Report, machine
 
     steps = [(size, length, kind) for kind in ("context_len", "input_len") for length in options[kind] for size in batch_size]
@@ -48,10 +51,14 @@ def profile(ctx: click.Context, batch_size: tuple[int, ...], **options: Any) -> 
         with shared.open_generator(load if other is None else replace(load, impl=other), options["quiet"]) as generator:
             ceiling = read_ceiling(generator.device)
             for size, length, kind in steps:
-                result = measure(
-                    generator, batch_size=size, context_len=length, prompt=kind == "input_len", repeats=options["repeats"]
-                )
+                prompt = kind == "input_len"
+                if prompt and size * length > generator.max_num_batched_tokens:
+                    note(f"{size} prompts of {length} tokens are more than a step has: {generator.max_num_batched_tokens}")
+                    continue
+                result = generator.profile(batch_size=size, context_len=length, prompt=prompt, repeats=options["repeats"])
                 progress(f"{result.step}: {result.step_s * 1e3:.3f} ms")
                 rows += rows_of(result, ceiling.bytes_per_s, other)
             about = about or machine("profile", generator.device, words_of(ctx), ceiling) | {"model": name}
     print_report(Report(about, rows, markdown), options)
+    if options["picture"] is not None:
+        draw(about, rows, Path(options["picture"]))

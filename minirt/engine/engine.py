@@ -42,6 +42,7 @@ from minirt.errors import (
     UnsupportedError,
 )
 from minirt.hooks.processors import ProcessedRows, UserProcessors
+from minirt.hooks.step import captured_of
 from minirt.progress import LoadProgress
 from minirt.step.kv_cache import KVCache
 
@@ -216,11 +217,14 @@ class Engine:
         if request.sampling.steer:
             salt = f"{request.cache_salt or ''}, {sorted(request.sampling.steer.items())}"
             request = replace(request, cache_salt=salt)
+        captured = captured_of(request.sampling, len(request.prompt_token_ids), self._runner.hooks)
+        if captured is not None and captured.logits is not None:
+            functions = captured.logits, *request.sampling.logits_processors
+            request = replace(request, sampling=request.sampling.with_values(logits_processors=functions))
         sampling, length = request.sampling, len(request.prompt_token_ids)
         ends = {*(() if sampling.ignore_eos else request.eos_token_ids), *sampling.stop_token_ids}
         sequence = Sequence(request, min(self.max_len, length + sampling.max_tokens), tuple(ends), request.rules)
-        if (hooks := self._runner.hooks) is not None:
-            sequence.captured = hooks.captured(sampling, length)
+        sequence.captured = captured
         problem: MinirtError | None = None
         try:  # again: a prompt that was pinned since lowers the limit
             self._scheduler.check_length(sequence.prompt_len, min(1, sampling.max_tokens))

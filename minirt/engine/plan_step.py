@@ -107,7 +107,7 @@ def _needs(sequence: Sequence, vocab: int) -> tuple[int, int, int]:
     """What the draws of a sequence need: `HostSlots.flags`, `num_top`, `rules_until`."""
     s, rules, until = sequence.sampling, sequence.rules, 0
     bits = _MASKED * (sequence.constraint is not None) | _PROCESSED * bool(s.logits_processors)
-    bits |= _LOGPROBS * (s.logprobs is not None) | _HOOKED * bool(s.capture is not None or s.steer)
+    bits |= _LOGPROBS * (s.logprobs is not None) | _HOOKED * bool(s.steer or (s.capture is not None and s.capture.states))
     bits |= _SAMPLED * (fp32_temperature(s) > 0) | sum(_OF_FILTER[name] for name in filters_of(s))
     if rules is not None:
         bits |= _RULES | _BIAS * bool(rules.bias) | _BAN * bool(rules.bad_words or rules.end_ids)

@@ -55,8 +55,8 @@ class RequestChecks:
                     raise InputError("not a token id of this model", where=name, expected=expected, found=largest)
             if self.hooks is not None:
                 self.hooks.check(sampling)
-            elif sampling.capture is not None or sampling.steer:
-                place, hint = "capture" if sampling.capture is not None else "steer", "load it with capture=[…] or edits={…}"
+            elif (sampling.capture is not None and sampling.capture.states) or sampling.steer:
+                place, hint = "steer" if sampling.steer else "capture", "load it with capture=[…] or edits={…}"
                 raise InputError("the model was loaded without hooks", where=place, hint=hint)
             if (spec := sampling.structured_outputs) is not None:
                 if self._constraints is None:

@@ -4,15 +4,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minirt.errors import InputError, MinirtError
 from minirt.settings import one_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import numpy as np
+    import torch
 
+    from minirt.hooks.processors import DrawnLogits
+
+LOGITS = "logits"  # a place that needs no hook: its rows are the draws
 ROWS = ("all", "prompt", "answer", "last")
+_MORE_ROWS = 2048  # of a sequence, that memory is taken for at a time
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -23,7 +28,8 @@ class Capture:
     Args:
         places: names of layers, or of blocks, whose last layer is meant: "layers.12", "layers.*.attention", "embedding"; or
             within one: "layers.3.attention.heads", "layers.3.mlp.neurons". A star stands for one part of a name. The model was
-            loaded with them (`LoadOptions.capture`).
+            loaded with them (`LoadOptions.capture`). "logits", of any model: [N, V] fp32, a row for each token of the answer, as
+            the model gives them.
         rows: "all": of each token but the last one, which is not computed; "prompt": of its tokens; "answer": of the tokens after
             it; "last": of the last computed token alone.
         dtype: float32, bfloat16 or float16; None: the model's.
@@ -46,6 +52,15 @@ class Capture:
             object.__setattr__(self, "folder", str(self.folder))  # a path, too
         if self.dtype is not None:
             one_of(*_DTYPES)(self.dtype, "Capture.dtype", InputError)
+
+        if self.rows == "prompt" and LOGITS in places:
+            expected = "all, answer or last beside logits; Generator.logits gives those of a prompt"
+            raise InputError("a prompt has no draws", where="Capture.rows", expected=expected, found=self.rows)
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The places but "logits"."""
+        return tuple(name for name in self.places if name != LOGITS)
 
     def first(self, prompt_len: int) -> int:
         """The first token whose states are asked for."""
@@ -80,6 +95,13 @@ def matching(patterns: Iterable[str], names: Sequence[str], where: str) -> list[
     return [name for name in names if name in chosen]
 
 
+class HostStates(NamedTuple):
+    """The hidden states of a step at one place, on the host: uint8 [N, bytes], and what they are, [N, H]."""
+
+    rows: "np.ndarray"
+    states: "torch.Tensor"
+
+
 class Captured:
     """The states that a sequence has so far.
 
@@ -87,37 +109,62 @@ class Captured:
         asked: what its request asks for.
         names: the places.
         next: the first token whose states are missing. Those before it need not be computed again.
+        logits: keeps those of the draws; None: they are not asked for.
     """
 
-    def __init__(self, asked: Capture, names: Sequence[str], prompt_len: int) -> None:
-        self.asked, self.names, self._prompt_len = asked, names, prompt_len
-        self.next = asked.first(prompt_len)
-        self._parts: dict[str, list[Tensor]] = {name: [] for name in names}
+    def __init__(
+        self, asked: Capture, names: Sequence[str], prompt_len: int, most: int, logits: "DrawnLogits | None" = None
+    ) -> None:  # fmt: skip
+        """`most`: tokens of the sequence when it ends."""
+        self.asked, self.names, self._prompt_len, self._most, self.logits = asked, names, prompt_len, most, logits
+        self.next, self._count = asked.first(prompt_len) if names else most, 0
+        self._kept: dict[str, HostStates] = {}
 
     def wanted(self, start: int, stop: int) -> range:
         """Which of the tokens from `start` to `stop` are still asked for."""
         return range(max(start, self.next), min(stop, self._prompt_len) if self.asked.rows == "prompt" else stop)
 
-    def add(self, states: "Mapping[str, Tensor]", first: int, count: int) -> None:
+    def add(self, states: Mapping[str, HostStates], first: int, count: int) -> None:
         """Keep the states of the next `count` tokens: those rows from `first` on, for each place."""
-        if count:
-            self.next += count
-            for name, parts in self._parts.items():
-                if self.asked.rows == "last":
-                    parts.clear()
-                    parts.append(states[name][first + count - 1 : first + count].clone())
-                else:
-                    parts.append(states[name][first : first + count].clone())
+        if not count:
+            return
+        self.next += count
+        if self.asked.rows == "last":
+            self._count, first, count = 0, first + count - 1, 1
+        begin, self._count = self._count, self._count + count
+        for name in self.names:
+            if name not in self._kept or self._count > len(self._kept[name].rows):
+                self._kept[name] = self._grown(self._kept.get(name), states[name].states)
+            self._kept[name].rows[begin : self._count] = states[name].rows[first : first + count]
 
-    def result(self) -> "dict[str, Tensor]":
-        """[N, H] for each place, on the CPU."""
+    def _grown(self, kept: HostStates | None, like: "torch.Tensor") -> HostStates:
+        """Memory for more rows, at best for all: what is not written takes none."""
+        rows = self._count if self.asked.rows == "last" else max(2 * self._count, min(self._most, self._count + _MORE_ROWS))
+        states = like.new_empty(rows, like.shape[1])
+        if kept is not None:
+            states[: len(kept.rows)] = kept.states
+        return HostStates(as_bytes(states), states)
+
+    def result(self, length: int) -> "dict[str, torch.Tensor]":
+        """[N, H] for each place, on the CPU, when the sequence has `length` tokens."""
         import torch
 
         dtype = None if self.asked.dtype is None else getattr(torch, self.asked.dtype)
-        return {name: torch.cat(parts).to(dtype=dtype) for name, parts in self._parts.items() if parts}
+        result = {name: states[: self._count].to(dtype=dtype) for name, (_, states) in self._kept.items()}
+        if self.logits is not None:
+            first = length - 1 if self.asked.rows == "last" else self._prompt_len
+            result[LOGITS] = self.logits.rows(first, length).to(dtype=dtype)
+        return result
 
 
-def save(states: "dict[str, Tensor]", folder: str, number: int) -> Path:
+def as_bytes(states: "torch.Tensor") -> "np.ndarray":
+    """The same memory as uint8 [N, bytes]: NumPy copies small rows faster, and has no bfloat16."""
+    import torch
+
+    return states.view(torch.uint8).numpy()
+
+
+def save(states: "dict[str, torch.Tensor]", folder: str, number: int) -> Path:
     """Write a request's states. Raises InputError if the folder cannot be written."""
     from safetensors.torch import save_file
 

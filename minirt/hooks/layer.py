@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from minirt.errors import InputError
-from minirt.hooks.capture import matching
+from minirt.hooks.capture import LOGITS, matching
 from minirt.layers.base import Forward, Layer, register
 from minirt.modeling.config import ModelConfig
 from minirt.step.batch import Batch
+from minirt.user_code import named
 
 Edit = Callable[[Tensor, Tensor], Tensor]
 
@@ -56,7 +57,7 @@ register("hook", "triton", capturable=True)(_forward)  # not a kernel, but CUDA 
 
 
 def with_hooks(
-    config: ModelConfig, layers: Sequence[Layer], capture: Sequence[str], edits: Mapping[str, Edit]
+    config: ModelConfig, layers: Sequence[Layer], capture: Sequence[str], edits: Mapping[str, Edit | str]
 ) -> list[Layer]:  # fmt: skip
     """The layers, with hooks behind those of the places.
 
@@ -64,9 +65,10 @@ def with_hooks(
         InputError: a pattern matches no place, or an edit is no function.
     """
     places = _places(layers)
-    captured = set(matching(capture, list(places), "capture"))
+    captured = set(matching([name for name in capture if name != LOGITS], list(places), "capture"))
     edited: dict[_Place, dict[str, Edit]] = {}
     for pattern, function in edits.items():
+        function = named(function, f"edits {pattern!r}")
         if not callable(function):
             expected = "a function (x, factor) → x"
             raise InputError("not an edit", where=f"edits {pattern!r}", expected=expected, found=type(function).__name__)

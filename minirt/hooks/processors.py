@@ -55,6 +55,21 @@ class UserProcessors:
         return logits
 
 
+class DrawnLogits:
+    """A logits processor that keeps the logits of its sequence's draws: [V] fp32 by the number of tokens before the draw."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Tensor] = {}
+
+    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
+        self._kept[len(ids)] = logits.to("cpu", copy=True)  # behind a draft that was wrong, a later draw replaces them
+        return logits
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """[N, V], of the draws behind `start` to `stop` − 1 tokens."""
+        return torch.stack([self._kept[count] for count in range(start, stop)])
+
+
 def _checked(function: Callable[..., Tensor], result: object, logits: Tensor) -> Tensor:
     if isinstance(result, Tensor) and result.shape == logits.shape and result.device == logits.device:
         return result

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from minirt.device import to_device
 from minirt.errors import InputError
-from minirt.hooks.capture import Captured, matching
+from minirt.hooks.capture import LOGITS, Captured, HostStates, as_bytes, matching
 from minirt.hooks.layer import Hook
+from minirt.hooks.processors import DrawnLogits
 from minirt.layers import Layer
 from minirt.sampling_params import EffectiveSampling
 from minirt.step.batch import Batch
@@ -22,6 +23,10 @@ class CapturedRows(NamedTuple):
 
     plan: HookPlan
     states: Mapping[str, Tensor]
+
+    def on_host(self) -> dict[str, HostStates]:
+        """The states, when the step has ended."""
+        return {name: HostStates(as_bytes(states), states) for name, states in self.states.items()}
 
 
 class StepHooks:
@@ -49,66 +54,68 @@ class StepHooks:
         self._factors = torch.zeros(shape, dtype=dtype, device=device)
         self._hosts = [torch.zeros(shape, dtype=dtype, pin_memory=self._cuda) for _ in range(2)]  # a step may still be queued
         self._of_rows = self._factors  # [edits, T], of the step that runs
+        self._numbers = torch.arange(tokens, dtype=torch.int32, device=device)
+        # What the device has of the step before:
+        self._sent_factors, self._sent_rows = np.zeros(shape, np.float32), (np.zeros((1, 0), np.int64), self._numbers)
 
     def check(self, sampling: EffectiveSampling) -> None:
         """Raise InputError if a request asks for what the model was not loaded with."""
         if sampling.capture is not None:
             try:
-                matching(sampling.capture.places, self.places, "capture")
+                matching(sampling.capture.states, self.places, "capture")
             except InputError as error:
-                hint = f"load the model with capture={list(sampling.capture.places)}"
+                hint = f"load the model with capture={list(sampling.capture.states)}"
                 raise InputError(error.what, where=error.where, expected=error.expected, found=error.found, hint=hint) from error
         if unknown := [name for name in sampling.steer if name not in self.edits]:
             hint = "load the model with edits={…}"
             expected = ", ".join(self.edits) or "no edit"
             raise InputError("not an edit of this model", where="steer", expected=expected, found=unknown[0], hint=hint)
 
-    def captured(self, sampling: EffectiveSampling, prompt_len: int) -> Captured | None:
-        """For a new sequence."""
-        asked = sampling.capture
-        return None if asked is None else Captured(asked, matching(asked.places, self.places, "capture"), prompt_len)
-
     def plan(self, planned: PlannedSequences, sequences: Sequence[Any]) -> HookPlan:
         """What a step does for its sequences (`Sequence`, in order; None: it asks for nothing)."""
         owners, places, offsets, names = list[tuple[int, int, int]](), list[int](), list[int](), set[str]()
         factors = np.zeros((len(self.edits), len(planned.slots)), np.float32)
         starts, counts = planned.starts.tolist(), planned.num_tokens.tolist()
-        for place, sequence in enumerate(sequences):
+        for place, (sequence, start, count) in enumerate(zip(sequences, starts, counts, strict=True)):
             if sequence is None:
                 continue
             for name, factor in sequence.sampling.steer.items():
                 factors[self.edits.index(name), place] = factor
             captured: Captured | None = sequence.captured
-            if captured is None:
+            if captured is None or not captured.names:
                 continue
-            start, count = starts[place], counts[place]
+            first, last = 0, count
             if start >= 0:
                 wanted = captured.wanted(start, start + count)
-                rows = range(wanted.start - start, wanted.stop - start)
-            else:
-                rows = range(0 if captured.asked.rows == "prompt" else count)
-            if rows:
-                owners.append((place, len(places), len(rows)))
-                places += [place] * len(rows)
-                offsets += rows
+                first, last = wanted.start - start, wanted.stop - start
+            elif captured.asked.rows == "prompt":
+                continue
+            if first < last:
+                owners.append((place, len(places), last - first))
+                places += [place] * (last - first)
+                offsets += range(first, last)
                 names.update(captured.names)
-        return HookPlan(tuple(owners), np.array([places, offsets], np.int64), tuple(sorted(names)), factors)
+        rows = np.array([places, offsets], np.int64)
+        if planned.total_tokens == sum(count for start, count in zip(starts, counts, strict=True) if start >= 0 or count == 1):
+            rows = (rows[1] + (planned.num_tokens.cumsum() - planned.num_tokens)[places])[None]
+        return HookPlan(tuple(owners), rows, tuple(sorted(names)), factors)
 
     def send(self, plan: HookPlan) -> None:
         """Before a step."""
-        if self.edits:
+        if self.edits and not np.array_equal(plan.factors, self._sent_factors):
             self._hosts.reverse()
             host, count = self._hosts[0], plan.factors.shape[1]
             host[:, :count] = torch.from_numpy(plan.factors)
             host[:, count:] = 0
             self._factors.copy_(host, non_blocking=True)
+            self._sent_factors = plan.factors
 
     def at(self, hook: Hook, x: Tensor, batch: Batch) -> Tensor:
         """What a hook does with the residual stream [T, H] of a step."""
         if hook is self._editing:
             ends, seqs = batch.query_starts_device[1:], batch.num_seqs
-            rows = torch.arange(len(x), dtype=ends.dtype, device=x.device)
-            self._of_rows = self._factors[:, torch.searchsorted(ends, rows, right=True).clamp_(max=seqs - 1)]
+            places = torch.searchsorted(ends, self._numbers[: len(x)], right=True).clamp_(max=seqs - 1)
+            self._of_rows = self._factors[:, places]
         for name, edit in hook.edits.items():
             factor = self._of_rows[self.edits.index(name)].unsqueeze(1)
             edited = edit(x, factor)
@@ -124,8 +131,11 @@ class StepHooks:
         """Queue the copy of a step's states to the host; None: it has none."""
         if not plan.owners:
             return None
-        places, offsets = to_device(torch.from_numpy(plan.rows), self._device)
-        rows = (batch.query_starts_device[places] + offsets).clamp_(max=batch.num_tokens - 1)
+        if not np.array_equal(plan.rows, self._sent_rows[0]):  # else those of the step before are there
+            self._sent_rows = plan.rows, to_device(torch.from_numpy(plan.rows), self._device)
+        rows, *offsets = self._sent_rows[1]
+        if offsets:
+            rows = (batch.query_starts_device[rows] + offsets[0]).clamp_(max=batch.num_tokens - 1)
         used = {self._capturing[name] for name in plan.names}
         copies = {hook: self._to_host(self._buffers[hook].index_select(0, rows)) for hook in used}
         return CapturedRows(plan, {name: copies[self._capturing[name]] for name in plan.names})
@@ -134,6 +144,15 @@ class StepHooks:
         if not self._cuda:
             return states
         return torch.empty(states.shape, dtype=states.dtype, pin_memory=True).copy_(states, non_blocking=True)
+
+
+def captured_of(sampling: EffectiveSampling, prompt_len: int, hooks: StepHooks | None) -> Captured | None:
+    """For the sequence of a request that has passed `check`; None: it asks for no states."""
+    if (asked := sampling.capture) is None:
+        return None
+    names = [] if hooks is None else matching(asked.states, hooks.places, "capture")
+    logits = DrawnLogits() if LOGITS in asked.places else None
+    return Captured(asked, names, prompt_len, prompt_len + sampling.max_tokens, logits)
 
 
 def hooks_of(layers: Sequence[Layer]) -> list[Hook]:

@@ -89,9 +89,9 @@ class LoadOptions(Settings):
     capture: Sequence[str] = setting(
         "Places whose hidden states requests may ask for: names of layers or blocks, such as layers.12 or layers.*.attention.",
         (), option="", check=texts("places"), details="Each takes memory for the tokens of the largest step.")
-    edits: "Mapping[str, Callable[[Tensor, Tensor], Tensor]] | None" = setting(
+    edits: "Mapping[str, Callable[[Tensor, Tensor], Tensor] | str] | None" = setting(
         "Functions (x, factor) → x by place, which change the residual stream of requests that ask for it with "
-        "`SamplingParams.steer`. `minirt.hooks.layer` makes some.", option="")
+        "`SamplingParams.steer`. `minirt.hooks.layer` makes some; module:name names one.", option="")
     max_model_len: int | None = setting(
         "Positions to serve, prompt and completion together.", kind="tokens", scope="memory", engine=True,
         details="None: the model's own, or with a warning as many as fit; a number that does not fit is an error. With linear "

@@ -136,7 +136,8 @@ class HookPlan(NamedTuple):
 
     Args:
         owners: (place of the sequence in the plan, first row, number of rows) of each whose states are copied.
-        rows: [2, N] int64, of each row: the place of its sequence, and the number of its token among the new ones.
+        rows: [2, N] int64, of each row: the place of its sequence, and the number of its token among the new ones. [1, N]: its
+            number in the step, if the host knows it: no sequence has drafts.
         names: the places in the model.
         factors: [edits, B] fp32, of the sequences.
     """

@@ -6,9 +6,9 @@ from minirt import SamplingParams
 from minirt.bench import decode, experts, prefill
 from minirt.bench.ceiling import Ceiling, MatmulCeiling
 from minirt.bench.measure import Runs
-from minirt.bench.read_bytes import step_read_bytes
 from minirt.generator import Generator
 from minirt.kernels import reference
+from minirt.profiling.read_bytes import step_read_bytes
 
 E, K = 8, 2
 GREEDY = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)

@@ -7,8 +7,8 @@ import pytest
 from support.cli import printed, refused
 
 from minirt import Generator, SamplingParams
-from minirt.bench.profile import DRAW, GAPS, INPUT, OTHER, Kernel, by_kind, divided, profile, split, steps_of
 from minirt.errors import ContextLengthError, InputError
+from minirt.profiling.profile import DRAW, GAPS, INPUT, OTHER, Kernel, by_kind, divided, split, steps_of
 
 LAYERS = [("a", "mlp", 10), ("b", "mlp", 20)]
 
@@ -46,12 +46,14 @@ def test_the_parts_of_a_step_are_its_layers(prompt):
         names = [layer.name for layer in generator._model.layers]
         greedy = SamplingParams(temperature=0.0, max_tokens=5)
         before = generator.generate([1, 2, 3], greedy).token_ids
-        result = profile(generator, batch_size=3, context_len=70, prompt=prompt, repeats=2)
+        result = generator.profile(batch_size=3, context_len=70, prompt=prompt, repeats=2)
         assert generator.generate([1, 2, 3], greedy).token_ids == before
         with pytest.raises(InputError, match="not a step of this engine"):
-            profile(generator, batch_size=65)
+            generator.profile(batch_size=65)
+        with pytest.raises(InputError, match="too many tokens for one step"):  # a GPU would write behind its buffers
+            generator.profile(batch_size=4, context_len=70, prompt=True)
         with pytest.raises((InputError, ContextLengthError)):
-            profile(generator, context_len=10_000)
+            generator.profile(context_len=10_000)
     assert [part.name for part in result.parts] == [INPUT, *names, DRAW]
     assert result.traced_s == pytest.approx(sum(part.seconds for part in result.parts))
     assert all(part.seconds > 0 for part in result.parts)

@@ -10,7 +10,6 @@ import torch
 from engine.test_engine import PAGE, VOCAB, Mock, add, engine, finish, undisturbed
 from engine.test_sampler import Noisy
 
-from minirt.bench.replay import scheduled
 from minirt.engine.execute.runner import Runner
 from minirt.engine.limits import EngineLimits
 from minirt.engine.plan_step import plan_step
@@ -18,6 +17,7 @@ from minirt.engine.request import Request
 from minirt.engine.state.sequence import Sequence
 from minirt.engine.state.slots import HostSlots
 from minirt.kernels.step.table import NEXT_TOKENS, NUM_CACHED, NUM_NEXT
+from minirt.profiling.planned import scheduled
 from minirt.sampling_params import SamplingParams, resolve
 from minirt.step.kv_cache import KVCache, PagesSpec
 

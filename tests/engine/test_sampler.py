@@ -13,7 +13,6 @@ from engine.test_engine import PROMPTS, SIZES, VOCAB, Mock, engine, following
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minirt.bench.replay import scheduled
 from minirt.engine import request_checks
 from minirt.engine.engine import Request
 from minirt.engine.execute import sampler
@@ -26,6 +25,7 @@ from minirt.engine.state.slots import HostSlots
 from minirt.errors import InputError
 from minirt.kernels.sampling.batch import SamplingBatch
 from minirt.kernels.sampling.dispatch import sample
+from minirt.profiling.planned import scheduled
 from minirt.sampling_params import SamplingParams, resolve
 from minirt.step.rules import Rules
 

@@ -2,7 +2,9 @@
 through chunks, preemption, drafts that were wrong or the prefix cache, states before the last layer of a block or after the final
 norm, and an edit that reaches another request."""
 
+import dataclasses
 import random
+import sys
 
 import pytest
 import torch
@@ -66,6 +68,14 @@ def check(made, completion, layers, rows="all"):
                 assert distance(captured, wanted) < 1e-4, (name, rows)
 
 
+    if "logits" in completion.captured:
+        with torch.inference_mode():
+            logits = made(input_ids=torch.tensor([tokens])).logits[0]
+        wanted = logits[len(tokens) - 1 if rows == "last" else len(completion.prompt_token_ids) - 1 :]
+        assert completion.captured["logits"].shape == wanted.shape
+        assert distance(completion.captured["logits"], wanted) < 1e-4
+
+
 def prompts(rng, lengths):
     """Random ones, and some with repetitions that drafts find and beginnings that others have."""
     made = [[rng.randrange(3, 211) for _ in range(n)] for n in lengths]
@@ -83,6 +93,7 @@ def test_states_are_those_of_transformers(model, mix):
     rng = random.Random(3)
     asked = prompts(rng, (1, 5, 17, 33, 90))
     params = [SamplingParams(**GREEDY, max_tokens=1 + 7 * (i % 3), capture=["embedding", "layers.*"]) for i in range(len(asked))]
+    params[1::2] = [dataclasses.replace(each, capture=["embedding", "layers.*", "logits"]) for each in params[1::2]]
     params[2] = SamplingParams(**GREEDY, max_tokens=9)
     with Generator.from_pretrained(folder, device="cpu", capture=["embedding", "layers.*"], **options) as generator:
         first = generator.generate(asked[-1], SamplingParams(**GREEDY, max_tokens=2))  # its pages are in the prefix cache
@@ -91,7 +102,8 @@ def test_states_are_those_of_transformers(model, mix):
     assert completions[2].captured is None
     for place, completion in enumerate(completions):
         if place != 2:
-            assert set(completion.captured) == {"embedding", *(f"layers.{i}" for i in range(layers))}
+            logits = ["logits"] if place % 2 else []
+            assert set(completion.captured) == {"embedding", *(f"layers.{i}" for i in range(layers)), *logits}
             check(made, completion, layers)
 
 
@@ -203,6 +215,28 @@ def test_edits_change_the_requests_that_ask(model, mix):
             assert completion.token_ids == edited, (name, i)
 
 
+def doubled(x, factor):
+    return x * 2
+
+
+def favors_5(ids, logits):
+    return logits.index_fill(0, torch.tensor([5]), 1e4)
+
+
+def test_functions_by_name_and_logits_without_hooks(folder):
+    """Catches a name that is not looked up, and logits after a processor or of another draw."""
+    (name,) = [module for module, loaded in sys.modules.items() if getattr(loaded, "favors_5", None) is favors_5]
+    params = SamplingParams(**GREEDY, max_tokens=3, capture=["logits"], logits_processors=f"{name}:favors_5")
+    with Generator.from_pretrained(folder, device="cpu", edits={"layers.1": f"{name}:doubled"}) as generator:
+        plain, changed = generator.generate([[1, 2]] * 2, [params, dataclasses.replace(params, steer={"layers.1": 1.0})])
+    with Generator.from_pretrained(folder, device="cpu", capture=["logits"]) as generator:
+        again, last = generator.generate([[1, 2]] * 2, [params, dataclasses.replace(params, capture=Capture("logits", "last"))])
+        logits = generator.logits([1, 2, 5, 5, 5])[1:4]
+    assert plain.token_ids == changed.token_ids == [5, 5, 5]
+    assert distance(plain.captured["logits"], logits) < 1e-5 < distance(changed.captured["logits"], logits)
+    assert distance(again.captured["logits"], logits) < 1e-5 > distance(last.captured["logits"], logits[-1:])
+
+
 def test_what_is_refused(folder):
     options = {"capture": ["layers.1"], "edits": {"layers.0": add(torch.ones(64))}}
     with Generator.from_pretrained(folder, device="cpu", **options) as generator:
@@ -214,11 +248,14 @@ def test_what_is_refused(folder):
         assert len(generator.generate([1, 2], SamplingParams(**GREEDY, max_tokens=2)).token_ids) == 2
     with Generator.from_pretrained(folder, device="cpu") as generator, pytest.raises(InputError, match="loaded without hooks"):
         generator.generate([1, 2], SamplingParams(capture=["layers.1"]))
+    with pytest.raises(InputError, match=r"edits 'layers\.1'.*cannot be imported.*expected module:name"):
+        Generator.from_pretrained(folder, device="cpu", edits={"layers.1": "minirt.hooks.layer:nothing"})
     with pytest.raises(InputError, match=r"matches no place.*layers\.7"):
         Generator.from_pretrained(folder, device="cpu", capture=["layers.7"])
     with pytest.raises(InputError, match=r"not an edit.*expected a function"):
         Generator.from_pretrained(folder, device="cpu", edits={"layers.1": 3})
-    for wrong in ({"places": ()}, {"places": ("a",), "rows": "some"}, {"places": ("a",), "dtype": "int8"}):
+    for wrong in ({"places": ()}, {"places": ("a",), "rows": "some"}, {"places": ("a",), "dtype": "int8"},
+                  {"places": ("logits",), "rows": "prompt"}):
         with pytest.raises(InputError, match=r"Capture\."):
             Capture(**wrong)
     with pytest.raises(InputError, match=r"SamplingParams\.stop.*captures states.*use stop_token_ids"):

@@ -111,7 +111,7 @@ def test_nan_from_a_processor_ends_its_request(plain):
 
 @pytest.mark.parametrize("value", [3, "argmax", [hashed, None]])
 def test_what_is_no_function_is_refused(value):
-    with pytest.raises(InputError, match=r"SamplingParams\.logits_processors.*expected functions"):
+    with pytest.raises(InputError, match=r"SamplingParams\.logits_processors.*expected (functions|module:name)"):
         SamplingParams(logits_processors=value)
     with pytest.raises(InputError, match="max_tokens of 1 or more"):
         SamplingParams(max_tokens=0, prompt_logprobs=1, logits_processors=hashed)

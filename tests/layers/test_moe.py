@@ -9,7 +9,6 @@ from support.checkpoints import load
 from support.weights import InBlocks
 
 from minirt import models
-from minirt.bench.read_bytes import expected_experts, layer_read_bytes
 from minirt.errors import ConfigError
 from minirt.kernels import reference
 from minirt.kernels.reference import SharedExpert
@@ -19,6 +18,7 @@ from minirt.loading import checkpoint
 from minirt.modeling.config import ModelConfig
 from minirt.modeling.formats import Quantization, StoredFp8Blocks
 from minirt.modeling.model import Model
+from minirt.profiling.read_bytes import expected_experts, layer_read_bytes
 from minirt.step.batch import Batch
 
 SIZES = {

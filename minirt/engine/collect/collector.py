@@ -83,11 +83,11 @@ class Collector:
         self, captured: CapturedRows, planned: PlannedSequences, same: np.ndarray, taken: Mapping[int, int]
     ) -> None:  # fmt: skip
         """Keep the hidden states of a step for its sequences: of next tokens, as many as it has taken."""
+        states, slots, starts = captured.on_host(), np.where(same, planned.slots, -1).tolist(), planned.starts.tolist()
         for place, first, count in captured.plan.owners:
-            sequence = self._scheduler.host.sequences[int(planned.slots[place])] if same[place] else None
+            sequence = self._scheduler.host.sequences[slots[place]] if slots[place] >= 0 else None
             if sequence is not None and sequence.captured is not None:
-                kept = count if planned.starts[place] >= 0 else min(count, taken.get(place, 0))
-                sequence.captured.add(captured.states, first, kept)
+                sequence.captured.add(states, first, count if starts[place] >= 0 else min(count, taken.get(place, 0)))
 
     def _scores(self, result: StepResult, scheduled: ScheduledStep) -> list[TokenOutput]:
         """Keep a step's log-probabilities and logits of prompts. Returns the outputs of requests that are complete."""
@@ -141,7 +141,7 @@ class Collector:
         return [TokenOutput(  # by position: with keywords it takes twice as long, for each sequence of a step
             request.id, tuple(tokens), _FINISH_REASONS[reason], None, sequence.num_cached, logprobs, prompt_logprobs,
             queue_time_s, None, times, drafted, accepted,
-            None if sequence.captured is None or reason == Reason.RUNS else sequence.captured.result(),
+            None if sequence.captured is None or reason == Reason.RUNS else sequence.captured.result(len(sequence.tokens)),
         )]  # fmt: skip
 
 
