@@ -18,6 +18,11 @@ FEW_SEQS = 32  # up to this many sequences, decode kernels use a small lookup
 _LOG2_E = 1.4426950408889634
 
 
+def first_split(seq_len: int, new: int, window: int | None, split: int = KV_SPLIT) -> int:
+    """The first KV split that one of the last `new` of `seq_len` tokens sees."""
+    return 0 if window is None else max(0, seq_len - new - window + 1) // split
+
+
 def decode_lookup_size(num_seqs: int) -> int:
     """How many sequences the decode kernels search at once for that of a work item. A compile-time size, so it has few values."""
     return 1 if num_seqs == 1 else FEW_SEQS if num_seqs <= FEW_SEQS else max(512, 1 << (num_seqs - 1).bit_length())
@@ -83,8 +88,9 @@ class Sequences(NamedTuple):
     Attributes:
         block_tables: [B, pages].
         seq_lens: [B], cached tokens, including the new ones. 0: padding.
-        split_starts: [B + 1]: for each sequence, the number of KV splits of the sequences before it; last, that of all. None:
-            not needed, as only the kernels of prompts run.
+        split_starts: [B + 1]: for each sequence, the number of KV splits of the sequences before it; last, that of all. With
+            `Scores.window`, only the splits that the oldest new token sees count: the first is `first_split`. None: not needed, as
+            only the kernels of prompts run.
         query_starts: [B + 1]: for each sequence, the number of new tokens of the sequences before it; last, that of all. None:
             each sequence has one new token.
     """
@@ -100,9 +106,12 @@ class Scores(NamedTuple):
 
     Attributes:
         scale: factor of the products, positive, because the row maximum is computed before the factor is applied.
+        window: a token sees itself and the window − 1 tokens before it (sliding-window attention, Beltagy et al. 2020); None: all
+            tokens before it.
     """
 
     scale: float
+    window: int | None = None
 
     def in_base_2(self) -> "Scores":
         """The settings as kernels take them: scores are exponents of 2."""
