@@ -498,15 +498,18 @@ def paged_attention(
         tables = block_tables if everyone else block_tables[single]
         slots, mask = _slots(tables, [seq_lens[i] for i in single], k_pages.shape[1])
         if window is not None:
-            ends = torch.tensor([seq_lens[i] for i in single], device=q.device)[:, None, None, None]
+            ends = torch.tensor([seq_lens[i] for i in single], device=q.device)[:, None]
             inside = torch.arange(slots.shape[1], device=q.device) >= ends - window
-            mask = inside if mask is None else mask & inside
+            slots = slots.where(inside, slots.gather(1, ends.long() - 1))  # what is hidden may be NaN: it reads the last token
+            mask = inside[:, None, None] if mask is None else mask & inside[:, None, None]
         k, v = (_gather(*pages, slots, q.dtype).transpose(1, 2) for pages in cached)
         out[rows] = _attention(q[rows].unsqueeze(2), k, v, scale, mask).squeeze(2)
     for i, new in enumerate(query_lens):
         if new > 1:
             rows, total = slice(starts[i], starts[i] + new), seq_lens[i]
             slots, _ = _slots(block_tables[i : i + 1], [total], k_pages.shape[1])
+            if window is not None:  # what no row sees may be NaN
+                slots, total = slots[:, max(0, total - new - window + 1) :], min(total, new + window - 1)
             k, v = (_gather(*pages, slots, q.dtype).transpose(1, 2) for pages in cached)
             mask = None
             if new < total or window is not None:

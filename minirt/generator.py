@@ -92,7 +92,7 @@ class Generator:
         self.memory = measured_plan(model, settings)
         self._cache: KVCache | None = KVCache(
             model.cache_specs, self.memory.pages, model.device, model.kv_dtype, num_slots=self.memory.max_num_seqs,
-            num_snapshots=self.memory.snapshots,
+            num_snapshots=self.memory.snapshots, window_pages=self.memory.window_pages,
         )  # fmt: skip
         self.max_num_seqs, self.max_num_batched_tokens = self.memory.max_num_seqs, self.memory.max_num_batched_tokens
         self.max_waiting = settings.max_waiting

@@ -13,7 +13,8 @@ spec = importlib.util.spec_from_file_location("lines", Path(__file__).with_name(
 lines = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(lines)
 
-CORE = 10_386  # (seams of hooks, `Generator.profile`, functions by name) what one reads to know how a token is made: the rooms of `lines.CORE` together
+# What one reads to know how a token is made: the rooms of `lines.CORE` together.
+CORE = 10_386  # seams of hooks, `Generator.profile`, functions by name
 BUDGET = {
     "minirt": 2_060,  # `Generator.profile`, functions by name
     "minirt/engine": 3_212,  # logits as a place of a capture

@@ -89,8 +89,8 @@ class Sequences(NamedTuple):
         block_tables: [B, pages].
         seq_lens: [B], cached tokens, including the new ones. 0: padding.
         split_starts: [B + 1]: for each sequence, the number of KV splits of the sequences before it; last, that of all. With
-            `Scores.window`, only the splits that the oldest new token sees count: the first is `first_split`. None: not needed, as
-            only the kernels of prompts run.
+            `Scores.window`, only those that the new tokens see, from `first_split` on. None: not needed, as only the kernels of
+            prompts run.
         query_starts: [B + 1]: for each sequence, the number of new tokens of the sequences before it; last, that of all. None:
             each sequence has one new token.
     """

@@ -40,6 +40,7 @@ class _Constants(NamedTuple):
     WORDS: int
     DRAFTS: int
     GROUPS: int
+    WINDOWS: tuple[int, ...]
     PAGES: int
     PAGE_TABLES: int
     TOKENS: int
@@ -54,8 +55,8 @@ class _Constants(NamedTuple):
 @functools.cache
 def _constants(columns: Columns, page_size: int = 1, kv_split: int = 1, one_token: bool = False) -> _Constants:
     return _Constants(
-        columns.words, columns.drafts, columns.groups, columns.pages, columns.page_tables, columns.tokens, columns.history,
-        _BLOCK, page_size, kv_split, one_token, next_power_of_2(1 + columns.drafts),
+        columns.words, columns.drafts, columns.groups, columns.windows, columns.pages, columns.page_tables, columns.tokens,
+        columns.history, _BLOCK, page_size, kv_split, one_token, next_power_of_2(1 + columns.drafts),
     )  # fmt: skip
 
 
@@ -113,8 +114,22 @@ def _sums(table_ptr, rows, first, end, C):
 
 
 @triton.jit
-def _copy_pages(table_ptr, rows, out, group_stride, b, B, group, C):
-    """The columns of a page table that a sequence uses."""
+def _window_splits(table_ptr, rows, out, split_stride, b, WINDOW: tl.constexpr, GROUP: tl.constexpr, C):
+    """The KV splits of all sequences before b that their new tokens see."""
+    before = 0
+    for block in range(0, b, C.BLOCK):
+        slot, _, start, count, _, _ = _sequences(table_ptr, rows, block + tl.arange(0, C.BLOCK), b, C)
+        unseen = tl.where(slot >= 0, tl.maximum(start - WINDOW + 1, 0) // C.KV_SPLIT, 0)
+        before += tl.sum(_splits(start, count, slot, C) - unseen, 0)
+    tl.store(out.split_starts + GROUP * split_stride + b, before)
+
+
+@triton.jit
+def _copy_pages(table_ptr, rows, out, group_stride, split_stride, b, B, group, C):
+    """The columns of a page table that a sequence uses, and of those of a window also the KV splits."""
+    for i in tl.static_range(1, C.GROUPS):
+        if group == i:
+            _window_splits(table_ptr, rows, out, split_stride, b, C.WINDOWS[i - 1], i, C)
     slot, _, start, count, _, _ = _sequences(table_ptr, rows, b, B, C)
     used = tl.where(slot >= 0, tl.minimum((start + count + C.PAGE_SIZE - 1) // C.PAGE_SIZE, C.PAGES), 0)
     from_ptr = table_ptr + slot.to(tl.int64) * C.WORDS + C.PAGE_TABLES + group * C.PAGES
@@ -125,14 +140,15 @@ def _copy_pages(table_ptr, rows, out, group_stride, b, B, group, C):
 
 
 @triton.jit
-def _pad(out, settings, first_token, first_logits, first_draw, T, R, Q, part, parts, C):
+def _pad(out, settings, slot_stride, first_token, first_logits, first_draw, T, R, Q, part, parts, C):
     """Every n-th block of what is behind the last token, row of logits and draw."""
     index = tl.arange(0, C.BLOCK)
     for at in range(first_token + part * C.BLOCK, T, parts * C.BLOCK):
         token = at + index
         tl.store(out.tokens + token, 0, mask=token < T)
         tl.store(out.positions + token, 0, mask=token < T)
-        tl.store(out.slot_mapping + token, -1, mask=token < T)
+        for group in tl.static_range(C.GROUPS):
+            tl.store(out.slot_mapping + group * slot_stride + token, -1, mask=token < T)
     for at in range(first_logits + part * C.BLOCK, R, parts * C.BLOCK):
         row = at + index
         tl.store(out.logits_indices + row, tl.minimum(row, T - 1), mask=row < R)
@@ -148,7 +164,7 @@ def _pad(out, settings, first_token, first_logits, first_draw, T, R, Q, part, pa
 
 
 @triton.jit
-def _derive_rest(table_ptr, rows, out, settings, b, B, T, R, Q, part, parts, C):
+def _derive_rest(table_ptr, rows, out, settings, slot_stride, b, B, T, R, Q, part, parts, C):
     """What is no page: of a sequence, or the padding, if b = B. Part 0 has what is no token."""
     slot, going_on, start, count, logits, draws = _sequences(table_ptr, rows, b, B, C)
     valid, row_ptr = slot >= 0, table_ptr + slot.to(tl.int64) * C.WORDS
@@ -170,7 +186,7 @@ def _derive_rest(table_ptr, rows, out, settings, b, B, T, R, Q, part, parts, C):
         tl.store(out.query_starts + b, first_token)
         tl.store(out.split_starts + b, first_split)
     if b == B:
-        _pad(out, settings, first_token, first_logits, first_draw, T, R, Q, part, parts, C)
+        _pad(out, settings, slot_stride, first_token, first_logits, first_draw, T, R, Q, part, parts, C)
     else:
         index = tl.arange(0, C.BLOCK)
         num_following = tl.where(going_on, count, 0)
@@ -179,13 +195,15 @@ def _derive_rest(table_ptr, rows, out, settings, b, B, T, R, Q, part, parts, C):
             offset = at + index
             inside = offset < count
             position, to = start + offset, first_token + offset
-            page = tl.load(row_ptr + C.PAGE_TABLES + position // C.PAGE_SIZE, mask=inside, other=0)
             following = tl.load(row_ptr + NEXT_TOKENS + offset, mask=offset < num_following, other=0)
             given = tl.load(rows.tokens + first_given + offset, mask=offset < num_given, other=0)
             token = tl.where(going_on, following, given)
             tl.store(out.tokens + to, token, mask=inside)
             tl.store(out.positions + to, position, mask=inside)
-            tl.store(out.slot_mapping + to, page.to(tl.int64) * C.PAGE_SIZE + position % C.PAGE_SIZE, mask=inside)
+            for group in tl.static_range(C.GROUPS):
+                page_ptr = row_ptr + C.PAGE_TABLES + group * C.PAGES + position // C.PAGE_SIZE
+                slot_in_pages = tl.load(page_ptr, mask=inside, other=0).to(tl.int64) * C.PAGE_SIZE + position % C.PAGE_SIZE
+                tl.store(out.slot_mapping + group * slot_stride + to, slot_in_pages, mask=inside)
             if C.HISTORY:
                 tl.store(row_ptr + C.TOKENS + position, token, mask=inside)
         if part == 0:
@@ -195,7 +213,8 @@ def _derive_rest(table_ptr, rows, out, settings, b, B, T, R, Q, part, parts, C):
             if C.ONE_TOKEN:
                 tl.store(out.tokens + b, 0, mask=count == 0)
                 tl.store(out.positions + b, 0, mask=count == 0)
-                tl.store(out.slot_mapping + b, -1, mask=count == 0)
+                for group in tl.static_range(C.GROUPS):
+                    tl.store(out.slot_mapping + group * slot_stride + b, -1, mask=count == 0)
             for at in range(0, logits, C.BLOCK):
                 offset = at + index
                 token = tl.minimum(last - tl.minimum(logits, count) + offset, last - 1)
@@ -217,14 +236,15 @@ def _derive_rest(table_ptr, rows, out, settings, b, B, T, R, Q, part, parts, C):
 
 
 @prepared
-@triton.jit(do_not_specialize=["group_stride", "B", "T", "R", "Q"])
-def _derive_kernel(table_ptr, rows, out, settings, group_stride, B, T, R, Q, C):
+@triton.jit(do_not_specialize=["group_stride", "slot_stride", "split_stride", "B", "T", "R", "Q"])
+def _derive_kernel(table_ptr, rows, out, settings, group_stride, slot_stride, split_stride, B, T, R, Q, C):
     """For each sequence, one program for each page table, and the others for the rest; the last of these have the padding."""
     b, part = tl.program_id(0), tl.program_id(1)
     if part < C.GROUPS:
-        _copy_pages(table_ptr, rows, out, group_stride, b, B, part, C)
+        _copy_pages(table_ptr, rows, out, group_stride, split_stride, b, B, part, C)
     else:
-        _derive_rest(table_ptr, rows, out, settings, b, B, T, R, Q, part - C.GROUPS, tl.num_programs(1) - C.GROUPS, C)
+        parts = tl.num_programs(1) - C.GROUPS
+        _derive_rest(table_ptr, rows, out, settings, slot_stride, b, B, T, R, Q, part - C.GROUPS, parts, C)
 
 
 @triton.jit
@@ -327,14 +347,15 @@ def derive(
     """`table.derive`, for tensors at multiples of 16 bytes: Triton compiles anew for each set of others.
 
     Args:
-        out: its block tables are [groups, B, pages] of a larger tensor, or whole.
+        out: its tensors [groups, …] are parts of larger tensors, or whole.
     """
     B, T = rows.slots.shape[0], out.tokens.shape[0]
     parts = 1 if one_token else max(1, min(cdiv(T, _BLOCK), _MOST_PARTS))
-    R, Q, group_stride = out.logits_indices.shape[0], out.draw_rows.shape[0], out.block_tables.stride(0)
+    R, Q = out.logits_indices.shape[0], out.draw_rows.shape[0]
+    strides = out.block_tables.stride(0), out.slot_mapping.stride(0), out.split_starts.stride(0)
     C = _constants(columns, page_size, kv_split, one_token)
     grid = B + 1, columns.groups + parts
-    _derive_kernel[grid](table, rows, out, settings, group_stride, B, T, R, Q, C, num_warps=4, num_stages=1)
+    _derive_kernel[grid](table, rows, out, settings, *strides, B, T, R, Q, C, num_warps=4, num_stages=1)
 
 
 def commit(table: Tensor, columns: Columns, rows: Rows, seq_lens: Tensor, drawn: Tensor, result: Tensor) -> None:

@@ -38,15 +38,20 @@ class Columns(NamedTuple):
 
     Args:
         drafts: maximum number of drafts of a slot.
-        groups: number of page tables, one for each group of layers that have the same pages.
+        windows: those of layers that have page tables of their own, after the table of all other layers.
         pages: columns of one page table.
         history: columns for the tokens of a sequence, the prompt included; 0: they are not kept.
     """
 
     drafts: int = 0
-    groups: int = 1
+    windows: tuple[int, ...] = ()
     pages: int = 0
     history: int = 0
+
+    @property
+    def groups(self) -> int:
+        """Number of page tables, one for each group of layers that have the same pages."""
+        return 1 + len(self.windows)
 
     @property
     def page_tables(self) -> int:
@@ -93,11 +98,12 @@ class StepTensors(NamedTuple):
 
     Args:
         tokens, positions: [T] int64.
-        slot_mapping: [T] int64, page · page_size + offset of each token's K and V; −1 for padding.
+        slot_mapping: [groups, T] int64, page · page_size + offset of each token's K and V; −1 for padding.
         query_starts: [B + 1] int32, the first token of each sequence; last, the number of tokens that are no padding; with one
             token each, B.
         seq_lens: [B] int32, cached tokens after the step; 0 for padding.
-        split_starts: [B + 1] int32, the number of KV splits of all sequences before; last, that of all.
+        split_starts: [groups, B + 1] int32, the number of KV splits of all sequences before; last, that of all. With a window,
+            of those that the new tokens see.
         seq_slots: [B] int32, `Rows.slots`.
         snapshots: [B, MAX_SNAPSHOTS, 2] int32, as in `Batch`; a part of the step's message. Empty: there are no states.
         block_tables: [groups, B, pages] int32. Columns beyond a sequence's pages keep what they held.
@@ -173,9 +179,12 @@ def derive(
         first = ends - count
     length = (start + count) * valid
     to.seq_slots[:], to.seq_lens[:] = slots, length
-    to.query_starts[0], to.split_starts[0] = 0, 0
+    to.query_starts[0], to.split_starts[:, 0] = 0, 0
     to.query_starts[1:] = ends
-    np.cumsum(-(-length // kv_split), out=to.split_starts[1:])
+    splits = -(-length // kv_split)
+    np.cumsum(splits, out=to.split_starts[0, 1:])
+    for group, window in enumerate(columns.windows, 1):
+        np.cumsum(splits - np.maximum(start - window + 1, 0) * valid // kv_split, out=to.split_starts[group, 1:])
     used = -(-length // page_size)
     inside = np.arange(used.max(initial=0)) < used[:, None]
     for group in range(columns.groups):
@@ -183,8 +192,10 @@ def derive(
         pages = words[np.maximum(slots, 0), place : place + inside.shape[1]]
         np.copyto(to.block_tables[group, :, : inside.shape[1]], pages, where=inside)
     if one_token and valid.all() and T == R == B and settings is None:  # as in most steps of a CPU
-        page = words[slots, columns.page_tables + start // page_size].astype(np.int64)
-        to.positions[:], to.slot_mapping[:] = start, page * page_size + start % page_size
+        to.positions[:] = start
+        for group, mapping in enumerate(to.slot_mapping):
+            page = words[slots, columns.page_tables + group * columns.pages + start // page_size].astype(np.int64)
+            mapping[:] = page * page_size + start % page_size
         to.tokens[:], to.logits_indices[:] = head[:, NEXT_TOKENS], first
         if not going_on.all():
             to.tokens[~going_on] = given[: B - np.count_nonzero(going_on)]
@@ -194,10 +205,12 @@ def derive(
     # Tokens.
     b, offset = _expanded(count)
     if len(b) < T:
-        to.tokens[:], to.positions[:], to.slot_mapping[:] = 0, 0, -1
+        to.tokens[:], to.positions[:], to.slot_mapping[:, :] = 0, 0, -1
     position, row, slot = start[b] + offset, first[b] + offset, slots[b]
-    page = words[slot, columns.page_tables + position // page_size].astype(np.int64)
-    to.positions[row], to.slot_mapping[row] = position, page * page_size + position % page_size
+    to.positions[row] = position
+    for group, mapping in enumerate(to.slot_mapping):
+        page = words[slot, columns.page_tables + group * columns.pages + position // page_size].astype(np.int64)
+        mapping[row] = page * page_size + position % page_size
     to.tokens[row] = head[b, NEXT_TOKENS + np.minimum(offset, columns.drafts)]
     known = ~going_on[b]
     if known.any():

@@ -41,6 +41,7 @@ def plan_step(
         if host.num_sent[slot] < 0:
             host.flags[slot], host.num_top[slot], host.rules_until[slot] = _needs(sequence, vocab)
             edits.append(_admission(sequence, start, vocab, following, columns))
+            edits += [] if host.windows is None else host.windows.edits(slot, columns)
             if sequence.rules is not None:
                 prompt_len = sequence.prompt_len
                 rules.append(SlotRules(slot, sequence.rules, known[:prompt_len].copy(), known[prompt_len:].copy()))
@@ -71,7 +72,8 @@ def plan_step(
 def _new_pages(host: HostSlots, slot: int, columns: Columns) -> list[Edit]:
     """The pages of a slot that the device does not know."""
     first, pages = int(host.num_sent[slot]), host.page_tables[slot, host.num_sent[slot] : host.num_pages[slot]]
-    return [Edit(slot, columns.page_tables + first, pages.copy())] if len(pages) else []
+    edits = [Edit(slot, columns.page_tables + first, pages.copy())] if len(pages) else []
+    return edits if host.windows is None else edits + host.windows.edits(slot, columns)
 
 
 def _sampling(scheduled: ScheduledStep, host: HostSlots) -> tuple[int, Sampling]:

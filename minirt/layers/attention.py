@@ -46,7 +46,7 @@ class Attention(Layer):
         q_rows, kv_rows = settings.num_heads * d, settings.num_kv_heads * d
         q, k, v, o, gate, q_norm, k_norm = checkpoint_names(prefix, "q_proj k_proj v_proj o_proj gate_proj q_norm k_norm", names)
         self.ropes = () if settings.rope is None else ((settings.rope, settings.rotary_dim),)
-        self.cache_spec, self.inner = PagesSpec(settings.num_kv_heads, d), ("heads", q_rows)
+        self.cache_spec, self.inner = PagesSpec(settings.num_kv_heads, d, settings.window), ("heads", q_rows)
         self.norm = NormWeight(norm, h, centered)
         of_q, of_gate = (Interleaved((d, d), i) if settings.gate == "q_proj" else None for i in range(2))
         self.qkv = PackedLinear([Part(q, q_rows, of_q), Part(k, kv_rows), Part(v, kv_rows)], h, settings.qkv_bias)
@@ -88,7 +88,7 @@ def eager(layer: Attention) -> Forward:
     settings, eps, post_norm_eps = layer.settings, layer.config.rms_norm_eps, layer.post_norm_eps
     nq, nkv, d = settings.num_heads, settings.num_kv_heads, settings.head_dim
     norm, qkv, gate, o, post_norm = layer.norm, layer.qkv, layer.gate, layer.o, layer.post_norm
-    q_norm, k_norm = layer.q_norm, layer.k_norm
+    q_norm, k_norm, window = layer.q_norm, layer.k_norm, settings.window
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV) -> Tensor:
         h = reference.rms_norm(x, norm.weight, eps)
@@ -101,11 +101,11 @@ def eager(layer: Attention) -> Forward:
         qk = reference.rope(qk, None if layer.cos_sin is None else layer.cos_sin[batch.positions])
         scales = None if layer.query_scales is None else layer.query_scales[batch.positions]
         q, k = reference.rope(qk[:, :nq], None, scales), qk[:, nq:]
-        reference.write_kv(k, kv.k, batch.slot_mapping, kv.k_scale)
-        reference.write_kv(v, kv.v, batch.slot_mapping, kv.v_scale)
+        tables = batch.tables(window)
+        reference.write_kv(k, kv.k, tables.slot_mapping, kv.k_scale)
+        reference.write_kv(v, kv.v, tables.slot_mapping, kv.v_scale)
         a = reference.paged_attention(
-            q, kv.k, kv.v, batch.block_tables, batch.query_lens, batch.seq_lens, settings.scale, kv.k_scale, kv.v_scale,
-            settings.window,
+            q, kv.k, kv.v, tables.block_tables, batch.query_lens, batch.seq_lens, settings.scale, kv.k_scale, kv.v_scale, window
         ).view(-1, nq * d)  # fmt: skip
         if gate is not None:
             a = reference.gate_output(a, reference.linear(h, gate.weight, gate.bias, gate.scale))
@@ -144,7 +144,8 @@ def triton(layer: Attention) -> Forward:
     settings, context = layer.settings, layer.context
     workspace, side, pdl = context.workspace, context.side_stream, context.pdl
     norm, linear, o, gating, post_norm = layer.norm, layer.qkv, layer.o, layer.gate, layer.post_norm
-    eps, nq, d, scores = layer.config.rms_norm_eps, settings.num_heads, settings.head_dim, Scores(settings.scale)
+    eps, nq, d, window = layer.config.rms_norm_eps, settings.num_heads, settings.head_dim, settings.window
+    scores = Scores(settings.scale, window)
     cos_sin, normalize, query_scales = layer.cos_sin, settings.qk_norm == "plain", layer.query_scales
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV) -> Tensor:
@@ -159,10 +160,11 @@ def triton(layer: Attention) -> Forward:
                 x, norm.weight, eps, gating.weight, gating.bias, scale=gating.scale, workspace=workspace, pdl=pdl, check=False
             ).view(-1, nq, d)
         query_starts = None if batch.max_query_len == 1 else batch.query_starts_device
-        sequences = Sequences(batch.block_tables, batch.seq_lens_device, batch.split_starts_device, query_starts)
+        tables = batch.tables(window)
+        sequences = Sequences(tables.block_tables, batch.seq_lens_device, tables.split_starts, query_starts)
         a = attention(AttentionInput(
             qkv, kv, sequences, scores, qkv.new_empty(len(qkv), nq, d),
-            Rope(cos_sin, q_norm, k_norm, eps, normalize, query_scales), batch.positions, batch.slot_mapping, workspace,
+            Rope(cos_sin, q_norm, k_norm, eps, normalize, query_scales), batch.positions, tables.slot_mapping, workspace,
             batch.max_splits, batch.max_seq_len, batch.max_query_len, pdl=pdl, gate=gate, side=side,
         )).view(-1, nq * d)  # fmt: skip
         a = layer.hooked(a, batch)

@@ -5,9 +5,9 @@ What other processes and CUDA contexts hold lowers this budget, and the plan say
 refuses to start if other processes hold too much of it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -15,12 +15,13 @@ import torch
 from minirt.device import AnyDevice, free_memory, held_by_others, is_out_of_memory, total_memory
 from minirt.engine.execute.logits_processors import PROCESSED_ROWS
 from minirt.engine.limits import CPU_NUM_BATCHED_TOKENS, EngineLimits
+from minirt.engine.schedule.windows import window_pages
 from minirt.errors import ConfigError, OutOfMemoryError
 from minirt.kernels.sampling.slots import slot_bytes
 from minirt.loading.options import LoadOptions
 from minirt.modeling.model import Model
 from minirt.sizes import format_size
-from minirt.step.kv_cache import PAGE_SIZE, page_bytes, state_bytes
+from minirt.step.kv_cache import PAGE_SIZE, page_bytes, state_bytes, windows_of
 from minirt.wording import warn
 
 GPU_MEMORY_UTILIZATION = 0.9
@@ -54,6 +55,7 @@ class MemoryPlan:
         snapshots: how many states are kept beside those of the sequences that run, for the prefix cache.
         measured: whether `step` was measured; otherwise it is an estimate.
         asked: positions that were asked for, all of which must fit. None: fewer will do.
+        window, window_pages: of layers with windows below the context: bytes of their pages; their number by window.
     """
 
     weights: int
@@ -73,11 +75,13 @@ class MemoryPlan:
     snapshots: int = 0
     measured: bool = False
     asked: int | None = None
+    window: int = 0
+    window_pages: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def fixed(self) -> int:
         """Bytes of everything but the KV pages."""
-        return self.weights + self.other + self.step + self.snapshots * self.state
+        return self.weights + self.other + self.step + self.snapshots * self.state + self.window
 
     @property
     def least_pages(self) -> int:
@@ -124,6 +128,8 @@ class MemoryPlan:
         table += [("steps", self.step, step)] * (self.step > 0)
         kept = f"{self.snapshots:,} snapshots of states, for the prefix cache"
         table += [("state cache", self.snapshots * self.state, kept)] * (self.snapshots > 0)
+        last = ", ".join(f"{count:,} pages of the last {window:,} tokens" for window, count in self.window_pages.items())
+        table += [("KV cache, windows", self.window, last)] * (self.window > 0)
         return table + [("KV cache", self.pages * self.page, f"{self.pages:,} pages, {self.tokens:,} tokens")] * (self.page > 0)
 
 
@@ -141,12 +147,23 @@ def plan_memory(
         what, expected = "a CPU has no GPU memory", "a GPU, or --kv-cache-memory"
         raise ConfigError(what, where="--gpu-memory-utilization", expected=expected, found="device cpu")
     on_cpu, loaded = device.type == "cpu", step_bytes is not None
-    page, state = page_bytes(model.cache_specs, model.kv_dtype), state_bytes(model.cache_specs)
+    specs = model.cache_specs
+    windows, state = windows_of(specs, length), state_bytes(specs)
+    page = page_bytes(specs, model.kv_dtype, windows=windows)
     weights, each = model.weight_bytes(model.dtype), model.rope_bytes(length)
     tables = sum(each)
     free, others = free_memory(device) + (weights + tables) * loaded, held_by_others(device)
     budget = free if on_cpu else int(free * (options.gpu_memory_utilization or GPU_MEMORY_UTILIZATION))
-    options = _with_fitting_sequences(options, state, budget - weights - tables, on_cpu)
+    drafts = options.draft_needs
+
+    def of_windows(seqs: int, tokens: int) -> dict[int, int]:
+        return {window: window_pages(window, seqs, tokens, drafts.max_drafts, length) for window in windows}
+
+    def window_bytes(pages: Mapping[int, int]) -> int:
+        return sum(page_bytes(specs, model.kv_dtype, window=window) * count for window, count in pages.items())
+
+    kept = state + window_bytes(of_windows(1, 0))
+    options = _with_fitting_sequences(options, kept, budget - weights - tables, on_cpu)
     full = options.max_num_seqs * -(-length // PAGE_SIZE)
     asked = None if options.kv_bytes is None else min(_pages_in(options.kv_bytes, page), full)
     if on_cpu and not loaded:
@@ -157,13 +174,14 @@ def plan_memory(
         budget = free if asked is not None else min(free, fixed + int(max(0, free - fixed) * CPU_SHARE))
     defaults = (CPU_NUM_BATCHED_TOKENS,) if on_cpu else NUM_BATCHED_TOKENS
     step_bytes = step_bytes or partial(estimate_step, model, cuda_graphs=options.cuda_graphs)
-    step, pages, snapshots, drafts, seqs = 0, 0, 0, options.draft_needs, options.max_num_seqs
+    step, pages, snapshots, seqs, in_windows = 0, 0, 0, options.max_num_seqs, dict[int, int]()
     for tokens in defaults if options.max_num_batched_tokens is None else (options.max_num_batched_tokens,):
         limits = EngineLimits(length, seqs, tokens, max_drafts=drafts.max_drafts, keeps_history=drafts.needs_history)
         needed = 0 if on_cpu else step_bytes(limits)
         if needed is None:
             continue
-        step, room = needed, budget - fixed - needed
+        in_windows = of_windows(seqs, tokens)
+        step, room = needed, budget - fixed - needed - window_bytes(in_windows)
         snapshots = _snapshots(options, state, room, room - page * (asked or 0))
         pages = full if not page else max(0, min((room - snapshots * state) // page, full))
         if pages >= (-(-length // PAGE_SIZE) if asked is None else asked):
@@ -173,18 +191,20 @@ def plan_memory(
     return MemoryPlan(
         weights, other, step, page, pages, free, budget, total_memory(device), others, full, context, tokens,
         seqs, state, snapshots, measured=loaded and step > 0, asked=options.max_model_len,
+        window=window_bytes(in_windows), window_pages=in_windows,
     )  # fmt: skip
 
 
-def _with_fitting_sequences(options: LoadOptions, state: int, room: int, on_cpu: bool) -> LoadOptions:
-    """The options with fewer sequences if their states would take more than STATE_SHARE of the memory for states and KV pages, or
-    more than the requested pages leave. At least one. `room`: what the weights and the rope tables leave.
+def _with_fitting_sequences(options: LoadOptions, kept: int, room: int, on_cpu: bool) -> LoadOptions:
+    """The options with fewer sequences if what each keeps would take more than STATE_SHARE of the memory for that and KV pages,
+    or more than the requested pages leave. At least one. `kept`: bytes of states and windows.
+    `room`: what the weights and the rope tables leave.
     """
-    if not state:
+    if not kept:
         return options
     room -= options.snapshot_bytes or 0
     room = int(room * STATE_SHARE * (CPU_SHARE if on_cpu else 1)) if options.kv_bytes is None else room - options.kv_bytes
-    return replace(options, max_num_seqs=max(1, min(options.max_num_seqs, room // state)))
+    return replace(options, max_num_seqs=max(1, min(options.max_num_seqs, room // kept)))
 
 
 def _snapshots(options: LoadOptions, state: int, room: int, beside: int) -> int:
@@ -234,7 +254,8 @@ def measured_plan(model: Model, options: LoadOptions) -> MemoryPlan:
     plan = plan_memory(model, length, device, options, step_bytes=step_bytes)
     if plan.max_num_seqs < (seqs := options.max_num_seqs):
         what = f"{plan.max_num_seqs} instead of {seqs} sequences run at once (--max-num-seqs)"
-        why = f"each keeps a state of {format_size(plan.state)}, and the free memory has no room for more"
+        kept = format_size(plan.state + plan.window // plan.max_num_seqs)
+        why = f"each keeps {kept} of states and windows, and the free memory has no room for more"
         warn(f"{what}: {why}", RuntimeWarning)
     if plan.page and plan.pages < 1:
         raise does_not_fit(plan, str(device), "use a smaller model, or free memory")

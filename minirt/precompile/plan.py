@@ -38,7 +38,7 @@ def planned_kernels(options: LoadOptions, gpu: AbsentGPU) -> list[CompileRequest
         model.resolve(options.impl)
         cache = KVCache(
             model.cache_specs, memory.pages, device, model.kv_dtype, num_slots=limits.max_num_seqs,
-            num_snapshots=memory.snapshots,
+            num_snapshots=memory.snapshots, window_pages=memory.window_pages,
         )  # fmt: skip
         runner = Runner(model, cache, device, limits, vocab_size=vocab, cuda_graphs=cuda_graphs)
         for launch in (*first_launches(runner, model), *other_launches(runner, model)):

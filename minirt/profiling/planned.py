@@ -7,6 +7,7 @@ from minirt.engine.engine import Engine
 from minirt.engine.plan_step import plan_step
 from minirt.engine.request import Request
 from minirt.engine.schedule.scheduler import PromptChunk, ScheduledPrompt, ScheduledStep
+from minirt.engine.schedule.windows import Windows
 from minirt.engine.state.sequence import Sequence
 from minirt.engine.state.slots import HostSlots
 from minirt.errors import ContextLengthError, EngineError, InputError
@@ -52,15 +53,24 @@ def planned_step(
     if batch_size * pages > allocator.num_free:
         expected = f"{batch_size * pages} free pages"
         raise ContextLengthError("too few KV pages", where=where, expected=expected, found=allocator.num_free)
-    greedy, host, sequences = resolve(SamplingParams(temperature=0.0), None), HostSlots(engine.limits, pages), list[Sequence]()
+    cache, windows = engine._cache, None
+    if cache.window_allocators:
+        windows = Windows(cache.window_allocators, cache.page_size, engine.limits.max_num_seqs, pages)
+    host, sequences = HostSlots(engine.limits, pages, windows), list[Sequence]()
+    greedy = resolve(SamplingParams(temperature=0.0), None)
     try:
         for i in range(batch_size):
             tokens = [(i + 31 * t) % vocab for t in range(context_len)]
             sequence = Sequence(Request(-1, tokens, greedy), context_len)
             sequence.take_slot(host, allocator.allocate(pages))
             sequences.append(sequence)
+            if windows is not None:
+                windows.skip(sequence.slot, context_len - new)
+                windows.reserve(sequence.slot, context_len)
         values = [(sequence.slot, context_len - new, new, 1, 1, context_len) for sequence in sequences]
         yield plan_step(scheduled(sequences, values, host), host, engine._runner.columns, vocab)
     finally:
         for sequence in sequences:
             allocator.release(sequence.pages.tolist())
+            if windows is not None:
+                windows.release(sequence.slot)

@@ -1,6 +1,6 @@
 """`Batch`: the input of a step's layers, any mix of prefill and decode, as flat tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from minirt.kernels.attention.limits import KV_SPLIT
+from minirt.kernels.attention.operands import first_split
 from minirt.kernels.step.table import MAX_SNAPSHOTS, StepTensors
 
 if TYPE_CHECKING:
@@ -29,6 +30,14 @@ class Chunk(NamedTuple):
     pages: Sequence[int]
     num_logits: int = 1
     slot: int = -1
+
+
+class PageTables(NamedTuple):
+    """What a step has for the layers of a cache group: `block_tables`, `slot_mapping`, `split_starts_device` of a `Batch`."""
+
+    block_tables: Tensor
+    slot_mapping: Tensor
+    split_starts: Tensor
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,8 @@ class Batch:
             the row of the states, and how many of the sequence's new tokens it has. In order; −1: no more of them. None or empty:
             no sequence has one.
         hooks: `StepHooks`, which hooks among the layers call; None: they do nothing.
+        windows: the tables of layers with a window that is shorter than sequences can be, by window. None: all layers have the
+            same pages, and the lengths on the host are exact.
     """
 
     input_ids: Tensor
@@ -79,6 +90,17 @@ class Batch:
     hidden: Tensor | None = None
     snapshots: Tensor | None = None
     hooks: Any = None
+    windows: Mapping[int, PageTables] | None = None
+
+    def tables(self, window: int | None) -> PageTables:
+        """The tables of layers with this window."""
+        tables = PageTables(self.block_tables, self.slot_mapping, self.split_starts_device)
+        if window is None or self.windows is not None:
+            return tables if window is None else (self.windows or {}).get(window, tables)
+        lens = zip(self.seq_lens, self.query_lens, strict=True)
+        splits = [-(-length // KV_SPLIT) - first_split(length, new, window) for length, new in lens]
+        starts = torch.tensor(list(accumulate(splits, initial=0)), dtype=torch.int32, device=self.device)
+        return tables._replace(split_starts=starts)
 
     @property
     def device(self) -> torch.device:
@@ -129,13 +151,14 @@ class Batch:
     @classmethod
     def of(
         cls, step: StepTensors, query_lens: tuple[int, ...], seq_lens: tuple[int, ...], max_seq_len: int, max_splits: int,
-        every_row: bool,
+        every_row: bool, windows: Sequence[int] = (),
     ) -> "Batch":  # fmt: skip
-        """The batch of a step's tensors, as `derive` fills them."""
+        """The batch of a step's tensors, as `derive` fills them. `windows`: those of `Columns`."""
+        (pages, slots, splits), *others = map(PageTables, step.block_tables, step.slot_mapping, step.split_starts)
         return cls(
-            step.tokens, step.positions, step.slot_mapping, step.logits_indices, step.query_starts, step.seq_lens,
-            step.split_starts, step.seq_slots, step.block_tables[0], query_lens, seq_lens, max_seq_len, max_splits, every_row,
-            snapshots=step.snapshots,
+            step.tokens, step.positions, slots, step.logits_indices, step.query_starts, step.seq_lens, splits, step.seq_slots,
+            pages, query_lens, seq_lens, max_seq_len, max_splits, every_row, snapshots=step.snapshots,
+            windows=dict(zip(windows, others, strict=True)),
         )  # fmt: skip
 
     def to(self, device: torch.device) -> "Batch":
@@ -143,7 +166,7 @@ class Batch:
         if self.device == device:
             return self
         moved: dict[str, Any] = {
-            field.name: value.to(device) for field in fields(self)
-            if field.name not in ("logits", "taps", "hidden") and isinstance(value := getattr(self, field.name), Tensor)
+            each.name: value.to(device) for each in fields(self)
+            if each.name not in ("logits", "taps", "hidden") and isinstance(value := getattr(self, each.name), Tensor)
         }  # fmt: skip
         return replace(self, **moved)

@@ -6,8 +6,9 @@ kinds of specs, so a new kind needs no change elsewhere.
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -30,6 +31,7 @@ class CacheRoom(NamedTuple):
     Args:
         dtype: of KV pages.
         num_slots: rows of states: one for each sequence that can run at once, then one for each snapshot.
+        window_pages: number of pages by window; layers with another window have `num_pages`.
     """
 
     num_pages: int
@@ -37,6 +39,7 @@ class CacheRoom(NamedTuple):
     num_slots: int
     dtype: torch.dtype
     device: torch.device | str
+    window_pages: Mapping[int, int] = MappingProxyType({})
 
 
 class LayerCache(Protocol):
@@ -65,10 +68,14 @@ class CacheSpec(Protocol):
 
 
 class PagesSpec(NamedTuple):
-    """What an attention layer stores per token: K and V, each `num_kv_heads` heads of `head_dim` channels, in pages."""
+    """What an attention layer stores per token: K and V, each `num_kv_heads` heads of `head_dim` channels, in pages.
+
+    `window`: it reads no token that is this number of tokens or more before a new one; None: it reads all.
+    """
 
     num_kv_heads: int
     head_dim: int
+    window: int | None = None
 
     def page_bytes(self, dtype: torch.dtype, page_size: int) -> int:
         scale = 4 if dtype == FP8 else 0
@@ -79,7 +86,8 @@ class PagesSpec(NamedTuple):
         return 0
 
     def allocate(self, room: CacheRoom) -> "LayerKV":
-        size = (room.num_pages, room.page_size, self.num_kv_heads)
+        pages = room.num_pages if self.window is None else room.window_pages.get(self.window, room.num_pages)
+        size = (pages, room.page_size, self.num_kv_heads)
         k, v = (torch.empty(*size, self.head_dim, device=room.device, dtype=room.dtype) for _ in range(2))
         scales = [torch.empty(size, dtype=torch.float32, device=room.device) for _ in range(2)] if room.dtype == FP8 else []
         return LayerKV(k, v, *scales)
@@ -173,8 +181,21 @@ def snapshot_tokens(specs: Sequence[CacheSpec]) -> int:
 
 
 def _with_states(specs: Sequence[CacheSpec]) -> list[CacheSpec]:
-    parts = [part for spec in specs for part in (spec.specs if isinstance(spec, CombinedSpec) else (spec,))]
-    return [part for part in parts if part.state_bytes]
+    return [part for part in _flat(specs) if part.state_bytes]
+
+
+def _flat(specs: Sequence[CacheSpec]) -> list[CacheSpec]:
+    return [part for spec in specs for part in (_flat(spec.specs) if isinstance(spec, CombinedSpec) else (spec,))]
+
+
+def windows_of(specs: Sequence[CacheSpec], length: int) -> tuple[int, ...]:
+    """The windows of layers, each once, that are shorter than sequences of `length` tokens can be. Layers with the same one share
+    page numbers, as do all others (a cache group)."""
+    return tuple(sorted({window for part in _flat(specs) if (window := _window(part)) is not None and window < length}))
+
+
+def _window(spec: CacheSpec) -> int | None:
+    return getattr(spec, "window", None)
 
 
 def _parts(specs: Sequence[CacheSpec], layers: Sequence[LayerCache]) -> Iterator[tuple[CacheSpec, LayerCache]]:
@@ -193,9 +214,13 @@ def _parts(specs: Sequence[CacheSpec], layers: Sequence[LayerCache]) -> Iterator
             yield spec, layer
 
 
-def page_bytes(specs: Sequence[CacheSpec], dtype: torch.dtype, page_size: int = PAGE_SIZE) -> int:
-    """Bytes of one page, summed over all layers."""
-    return sum(spec.page_bytes(dtype, page_size) for spec in specs)
+def page_bytes(
+    specs: Sequence[CacheSpec], dtype: torch.dtype, page_size: int = PAGE_SIZE, *, windows: Collection[int] = (),
+    window: int | None = None,
+) -> int:  # fmt: skip
+    """Bytes of one page, summed over all layers of a cache group: those of `window`; None: those of none of `windows`."""
+    parts = [part for part in _flat(specs) if (_window(part) == window if window else _window(part) not in windows)]
+    return sum(part.page_bytes(dtype, page_size) for part in parts)
 
 
 def state_bytes(specs: Sequence[CacheSpec]) -> int:
@@ -206,15 +231,18 @@ def state_bytes(specs: Sequence[CacheSpec]) -> int:
 class KVCache:
     """What layers keep between steps: pages of attention layers, state slots of recurrent ones.
 
-    A page number means the same page in every layer, and a slot the same sequence. Pages and slots start uninitialized: no layer
-    may read one before it is written.
+    A page number means the same page in every layer of a cache group, and a slot the same sequence. Pages and slots start
+    uninitialized: no layer may read one before it is written.
 
     Attributes:
         state_tokens: the number of tokens whose pages take as many bytes as the states of one sequence.
         snapshot_tokens: see `snapshot_tokens`.
+        allocator, window_allocators: of the pages of layers without a window, and of those of each window.
 
     Args:
         specs: one for each layer with a `cache_spec`, in order.
+        num_pages: of layers without a window. `window_pages`: of those with one, by window; layers with another window count as
+            those without.
         num_slots: sequences that can run at once. Only recurrent layers need memory for them.
         num_snapshots: states that are kept beside those of running sequences, in the rows after them; see `StatePrefixCache`.
     """
@@ -222,17 +250,19 @@ class KVCache:
     def __init__(
         self, specs: Sequence[CacheSpec], num_pages: int, device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32, page_size: int = PAGE_SIZE, num_slots: int = 0, num_snapshots: int = 0,
+        window_pages: Mapping[int, int] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self.page_size, self.num_pages, self.num_slots, self.num_snapshots = page_size, num_pages, num_slots, num_snapshots
         self.has_states, self.undoable = state_bytes(specs) > 0, undoable(specs)
         self.snapshot_tokens = snapshot_tokens(specs)
-        room = CacheRoom(num_pages, page_size, num_slots + num_snapshots, dtype, device)
+        room = CacheRoom(num_pages, page_size, num_slots + num_snapshots, dtype, device, window_pages)
         self.layers = [spec.allocate(room) for spec in specs]
         self._states, self._pages = self._rows(specs) if num_snapshots else ([], [])
         self._tables = (RowTable.of(self._states), RowTable.of(self._pages)) if is_nvidia(torch.device(device)) else (None, None)
-        one = page_bytes(specs, dtype, 1)
+        one = page_bytes(specs, dtype, 1, windows=window_pages)
         self.state_tokens = -(-state_bytes(specs) // one) if one else _STATE_TOKENS
         self.allocator = PageAllocator(num_pages)
+        self.window_allocators = {window: PageAllocator(count) for window, count in sorted(window_pages.items())}
 
     @property
     def capacity(self) -> int:

@@ -79,12 +79,12 @@ def test_a_plan_becomes_the_batch_of_its_chunks(following, padding):
     more_tokens, more_seqs, more_logits = padding
     step, built = derived(own, plan, 7 + more_tokens, 4 + more_seqs, 3 + more_logits), Batch.build(CHUNKS, PAGE)
     for name, wanted in (("tokens", built.input_ids), ("positions", built.positions), ("slot_mapping", built.slot_mapping)):
-        assert torch.equal(getattr(step, name)[:7], wanted), name
-    assert step.slot_mapping[7:].tolist() == [-1] * more_tokens
+        assert torch.equal(getattr(step, name)[..., :7].view(7), wanted), name
+    assert step.slot_mapping[0, 7:].tolist() == [-1] * more_tokens
     assert torch.equal(step.query_starts[:5], built.query_starts_device)
     assert torch.equal(step.seq_lens, torch.cat((built.seq_lens_device, torch.zeros(more_seqs, dtype=torch.int32))))
-    assert torch.equal(step.split_starts[:5], built.split_starts_device)
-    assert step.split_starts[4:].unique().numel() == 1, "padding has no splits"
+    assert torch.equal(step.split_starts[0, :5], built.split_starts_device)
+    assert step.split_starts[0, 4:].unique().numel() == 1, "padding has no splits"
     assert step.logits_indices[:3].tolist() == [2, 3, 6]
     assert 0 <= step.logits_indices.min() <= step.logits_indices.max() < 7 + more_tokens
     for row, chunk in enumerate(CHUNKS):
@@ -100,7 +100,7 @@ def test_one_token_for_each_sequence_is_in_its_row():
     step = derived(own, plan, 8, 8, 8, one_token=True)
     assert step.tokens.tolist() == [4, 6] + [0] * 6
     assert step.seq_lens.tolist() == [301, 32] + [0] * 6
-    assert step.slot_mapping.tolist() == [38 * PAGE + 12, 2 * PAGE + 15] + [-1] * 6
+    assert step.slot_mapping[0].tolist() == [38 * PAGE + 12, 2 * PAGE + 15] + [-1] * 6
     assert step.logits_indices.tolist() == list(range(8))
     for tensor in step:
         assert tensor.data_ptr() % 16 == 0, "kernels are compiled for aligned tensors"

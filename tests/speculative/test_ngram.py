@@ -26,7 +26,7 @@ def propose(proposer, history, columns):
 
 def test_its_numbers_are_those_of_the_matching():
     """The defaults (4 drafts, matches of 2 to 4 tokens), and others. Catches numbers that are exchanged."""
-    columns, history = Columns(7, 1, 3, 40), [1, 2, 3, 4, 5, 6, 7, 8, 9, 2, 3, 4, 5, 0, 5, 1, 2, 3, 4, 5]
+    columns, history = Columns(7, (), 3, 40), [1, 2, 3, 4, 5, 6, 7, 8, 9, 2, 3, 4, 5, 0, 5, 1, 2, 3, 4, 5]
     assert NgramProposer.needs_history
     assert NgramProposer().max_drafts == 4
     assert propose(NgramProposer(), history, columns) == (4, [0, 5, 1, 2])
@@ -37,7 +37,7 @@ def test_its_numbers_are_those_of_the_matching():
 
 def test_what_it_cannot_do_is_refused():
     with pytest.raises(InputError, match=r"most: .*expected 1 to 3; found 4"):
-        propose(NgramProposer(), [1], Columns(3, 1, 3, 40))
+        propose(NgramProposer(), [1], Columns(3, (), 3, 40))
 
 
 class Cycle:

@@ -210,13 +210,13 @@ class Runner:
             if self.waits:
                 starts = step.query_starts.tolist()
                 counts, tokens = [end - start for start, end in pairwise(starts)], starts[-1]
-                names = "tokens", "positions", "slot_mapping"
-                step = step._replace(**{name: getattr(step, name)[:tokens] for name in names})
+                parts = {name: getattr(step, name)[..., :tokens] for name in ("tokens", "positions", "slot_mapping")}
+                step = step._replace(**parts)
             if logits == tokens:  # with next tokens, the device may have fewer, and then rows of logits are not without gaps
                 exact = (planned.starts >= 0) | (planned.num_tokens == 1)
                 every_row = bool((exact & (planned.num_logits == planned.num_tokens)).all())
         splits = sum([-(-length // KV_SPLIT) for length in lens])
-        batch = Batch.of(step, tuple(counts), tuple(lens), max(lens), splits, every_row)
+        batch = Batch.of(step, tuple(counts), tuple(lens), max(lens), splits, every_row, self.columns.windows)
         return view, self.with_buffers(batch, logits, hooked=plan.hooks is not None)
 
     def with_buffers(self, batch: Batch, logits: int, *, hooked: bool = False) -> Batch:

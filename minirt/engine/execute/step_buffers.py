@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 _MOST_VIEWS = 512
 _NUM_ROWS = 5  # of `Rows`, beside the tokens
 _HEAD = 4  # words of a message before them: number of edits, whether logits are needed, whether `commit_greedy` is
+_GROUPS = "slot_mapping", "split_starts", "block_tables"  # of `StepTensors`: with a row for each cache group
 _INT64 = "tokens", "positions", "slot_mapping", "logits_indices", "draw_rows"  # of `StepTensors`; the others are int32
 
 
 def _sizes(tokens: int, seqs: int, logits: int, draws: int) -> tuple[int, ...]:
-    """The first dimensions of `StepTensors`, except for the block tables."""
+    """The first dimensions of `StepTensors`, except for the block tables and that of groups."""
     return (tokens,) * 3 + (seqs + 1, seqs, seqs + 1, seqs, seqs, 0, logits, *((draws,) * 4))
 
 
@@ -145,13 +146,14 @@ class StepBuffers:
         self._forms: Any = self._kernels or eager
         self._views: dict[tuple[int, ...], StepView] = {}
         history = limits.max_model_len if limits.keeps_history else 0
-        self.columns = Columns(limits.max_drafts, 1, cache.pages_for(limits.max_model_len), history)
+        self.columns = Columns(limits.max_drafts, tuple(cache.window_allocators), cache.pages_for(limits.max_model_len), history)
         self.table = torch.zeros(limits.max_num_seqs, self.columns.words, dtype=torch.int32, device=device)
         self._max_seqs = -(-max_seqs // 4) * 4
         self._snapshots_at = _HEAD + _NUM_ROWS * self._max_seqs
         self._edits_at = self._snapshots_at + (2 * MAX_SNAPSHOTS * self._max_seqs if cache.has_states else 0)
-        self._tokens_at, self._max_tokens = self._edits_at + 4 * 2 * self._max_seqs, max_tokens
-        words = self._tokens_at + max_tokens + self._max_seqs * (self.columns.page_tables + self.columns.pages)
+        groups = self.columns.groups
+        self._tokens_at, self._max_tokens = self._edits_at + 4 * (1 + groups) * self._max_seqs, max_tokens
+        words = self._tokens_at + max_tokens + self._max_seqs * (self.columns.page_tables + groups * self.columns.pages)
         self._message = CpuGpuBuffer((words,), device)
         self._words = self._message.device.numpy() if self._kernels is None else np.zeros(1, np.int32)  # on a CPU
         self.logits_needed, self.greedy = self._message.device[1:2], self._message.device[2:3]
@@ -159,9 +161,10 @@ class StepBuffers:
         self.drafts = drafts if limits.max_drafts else None
         sizes = _sizes(max_tokens, max_seqs, max(limits.max_logits_rows, logits_rows), max_draws)
         dtypes = [torch.int64 if name in _INT64 else torch.int32 for name in StepTensors._fields]
-        step = StepTensors(*(torch.zeros(n, dtype=d, device=device) for n, d in zip(sizes, dtypes, strict=True)))
+        rows = [(groups, -(-n // 4) * 4) if name in _GROUPS else (n,) for name, n in zip(StepTensors._fields, sizes, strict=True)]
+        step = StepTensors(*(torch.zeros(*n, dtype=d, device=device) for n, d in zip(rows, dtypes, strict=True)))
         self._settings = SamplingBatch(*(torch.zeros(max_draws, dtype=dtype, device=device) for dtype in DTYPES))
-        tables = torch.zeros(self.columns.groups, max_seqs, self.columns.pages, dtype=torch.int32, device=device)
+        tables = torch.zeros(groups, -(-max_seqs * self.columns.pages // 4) * 4, dtype=torch.int32, device=device)
         snapshots = self._message.device[self._snapshots_at : self._edits_at].view(-1, MAX_SNAPSHOTS, 2)
         self._step = step._replace(block_tables=tables, snapshots=snapshots)
         shape = 1 + (limits.max_drafts > 0), max_seqs, 2 + limits.max_drafts  # the result, and the drafts for the next step
@@ -222,8 +225,9 @@ class StepBuffers:
 
     def _new_view(self, tokens: int, seqs: int, logits: int, draws: int) -> StepView:
         step, width, message, size = self._step, self.columns.pages, self._message.device, self._max_seqs
-        tables = step.block_tables.view(-1)[: self.columns.groups * seqs * width].view(self.columns.groups, seqs, width)
-        parts = [tensor[:count] for tensor, count in zip(step, _sizes(tokens, seqs, logits, draws), strict=True)]
+        tables = step.block_tables[:, : seqs * width].unflatten(1, (seqs, width))
+        counts = dict(zip(StepTensors._fields, _sizes(tokens, seqs, logits, draws), strict=True))
+        parts = [x[:, : counts[name]] if name in _GROUPS else x[: counts[name]] for name, x in step._asdict().items()]
         tensors, settings = StepTensors(*parts)._replace(block_tables=tables), self._settings.part(slice(draws))
         columns = [message[_HEAD + i * size :][:seqs] for i in range(_NUM_ROWS)]
         rows = Rows._make([*columns, message[self._tokens_at : self._tokens_at + self._max_tokens]])

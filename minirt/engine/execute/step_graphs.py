@@ -77,7 +77,7 @@ class StepGraphs:
         query_len = bucket.tokens or (1 + runner.limits.max_drafts if bucket.drafts else 1)
         batch = Batch.of(
             view.tensors, (query_len,) * seqs, (longest,) * seqs, longest, max_splits(seqs, longest, runner.cache.capacity),
-            every_row=bucket.one_token,
+            every_row=bucket.one_token, windows=runner.buffers.columns.windows,
         )  # fmt: skip
         batch = runner.with_buffers(batch, rows, hooked=bucket.hooked)
         if self.captured is not None:

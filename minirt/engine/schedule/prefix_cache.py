@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from minirt.engine.schedule.windows import Windows
 from minirt.step.kv_cache import PageAllocator
 
 if TYPE_CHECKING:
@@ -73,10 +74,11 @@ class PrefixCache:
 
     Args:
         page_size: tokens of a page.
+        windows: the pages of layers with a window, whose last ones a prefix needs, too; None: there are none.
     """
 
-    def __init__(self, allocator: PageAllocator, page_size: int) -> None:
-        self._allocator, self._page_size = allocator, page_size
+    def __init__(self, allocator: PageAllocator, page_size: int, windows: Windows | None = None) -> None:
+        self._allocator, self._page_size, self._windows = allocator, page_size, windows
         self._secret = secrets.token_bytes(32)
         self._queries = self._hits = 0
 
@@ -126,8 +128,8 @@ class PrefixCache:
     def hits(self, keys: list[bytes], tokens: np.ndarray, salt: str | None, most: int) -> Iterator[Hit]:
         """What is cached of the first `most` tokens: the best hit, then those that need fewer pages beside their own."""
         pages = self.find(keys, tokens, salt, most // self._page_size)
-        cached = len(pages) * self._page_size
-        yield Hit(cached, pages, cached)
+        depth = len(pages) if self._windows is None else self._windows.depth(keys, len(pages))
+        yield Hit(depth * self._page_size, pages[:depth], len(pages) * self._page_size)
 
     def count(self, queries: int, hit: Hit) -> None:
         """Add to the counters: a request's tokens, and what was found of them."""
@@ -137,3 +139,5 @@ class PrefixCache:
     def take(self, sequence: "Sequence", hit: Hit) -> None:
         """A sequence is admitted with this hit."""
         self._allocator.share(hit.pages)
+        if self._windows is not None:
+            self._windows.take(sequence.slot, sequence.keys, len(hit.pages))

@@ -22,9 +22,10 @@ from minirt.engine.schedule.draft_lengths import DraftLengths
 from minirt.engine.schedule.prefix_cache import NO_HIT, Hit, PrefixCache
 from minirt.engine.schedule.state_cache import StatePrefixCache
 from minirt.engine.schedule.step_times import GraphTimes, OnlineStepTimes, PromptTime
+from minirt.engine.schedule.windows import Windows
 from minirt.engine.state.sequence import Sequence
 from minirt.engine.state.slots import NEVER, HostSlots
-from minirt.errors import ContextLengthError
+from minirt.errors import ContextLengthError, UnsupportedError
 from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.step.kv_cache import KVCache
 from minirt.step.plan import NO_COPIES, NO_TOKENS, Copies, PlannedSequences, Snapshot
@@ -196,8 +197,15 @@ class Scheduler:
         self._cache, self.limits = cache, limits
         self.prefix_cache: PrefixCache | None = None
         self._states: StatePrefixCache | None = None  # the prefix cache, if there are recurrent layers
+        self._windows: Windows | None = None  # None: no layer has a window
+        if cache.window_allocators:
+            columns = cache.pages_for(min(limits.max_model_len, cache.capacity))
+            self._windows = Windows(cache.window_allocators, cache.page_size, limits.max_num_seqs, columns)
+            if prefix_cache and cache.has_states:
+                what, expected = "a prefix cache of layers with windows beside recurrent ones", "windows or states"
+                raise UnsupportedError(what, where="prefix_cache", expected=expected, found="both", hint="use --no-prefix-cache")
         if prefix_cache and not cache.has_states:
-            self.prefix_cache = PrefixCache(cache.allocator, cache.page_size)
+            self.prefix_cache = PrefixCache(cache.allocator, cache.page_size, self._windows)
         elif prefix_cache and cache.num_snapshots:
             rows, within = range(cache.num_slots, cache.num_slots + cache.num_snapshots), cache.snapshot_tokens
             self._states = StatePrefixCache(cache.allocator, cache.page_size, rows, cache.state_tokens, within)
@@ -210,7 +218,7 @@ class Scheduler:
         self._prompt_time: PromptTime | None = None  # None: steps have no limit of time
         self.tokens_done = self._num_arrivals = self.num_preemptions = 0
         self._clear()
-        self.host = HostSlots(replace(limits, max_model_len=self.max_len), cache.pages_for(self.max_len))
+        self.host = HostSlots(replace(limits, max_model_len=self.max_len), cache.pages_for(self.max_len), self._windows)
         self.draft_lengths = DraftLengths(limits, self.host, vocab_size) if limits.max_drafts else None
 
     def _clear(self) -> None:
@@ -341,6 +349,8 @@ class Scheduler:
         self._clear()
         self.host.reset()
         self._cache.allocator.reset()
+        if self._windows is not None:
+            self._windows.reset()
         if self._states is not None:
             self._states.reset()
         for sequence in waiting:
@@ -526,6 +536,11 @@ class Scheduler:
             return None
         if self._states is not None:
             stop = self._states.chunk_end(sequence, start, stop)
+        if self._windows is not None:
+            stop = min(stop, self._windows.room(sequence.slot))
+            if stop <= start:
+                return None
+            self._windows.reserve(sequence.slot, stop)
         draws = int(stop == sequence.prefill_len and not sequence.logits_only)
         scored = max(0, min(stop, sequence.prefill_len - draws) - first)
         return PromptChunk(sequence.slot, start, stop - start, scored + draws, draws, stop)
@@ -542,6 +557,8 @@ class Scheduler:
         for slot in host.unsent.intersection(slots.tolist()) if host.unsent else ():
             host.num_sent[slot] = host.num_pages[slot]
             host.unsent.remove(slot)
+        if self._windows is not None:
+            self._windows.sent(slots)
         if going_on := len(slots) - len(scheduled.prompts):
             host.mark_queued(slots[:going_on], scheduled.sequences.num_draws[:going_on])
         for _, sequence, chunk in scheduled.prompts:
@@ -551,11 +568,23 @@ class Scheduler:
             sequence.logits_from += chunk.num_logits - chunk.num_draws
             if self._states is not None:
                 self._states.computed(sequence)
+            if self._windows is not None:
+                self._keep_windows(sequence, self._windows)
             if sequence.num_prefilled == sequence.prefill_len:
                 self._prefilling.pop(sequence.id, None)
                 if chunk.num_draws:
                     self._decoding[chunk.slot], self._decoding_slots = sequence, None
                     host.mark_queued(chunk.slot, chunk.num_draws)
+
+    def _keep_windows(self, sequence: Sequence, windows: Windows) -> None:
+        """A step was started that computes a prompt's first `num_prefilled` tokens: free what no later token sees. As steps run in
+        order, its pages can be found from now on."""
+        computed, cache = sequence.num_prefilled, self.prefix_cache
+        if cache is not None and not sequence.logits_only:
+            full = computed // self._cache.page_size
+            cache.extend_keys(sequence.keys, sequence.tokens, sequence.request.cache_salt, full)
+            windows.register(sequence.slot, sequence.keys, full)
+        windows.free_before(sequence.slot, computed)
 
     def on_failed(self, scheduled: ScheduledStep) -> None:
         """A step with these sequences did not start, because memory ran out in the middle of its layers.
@@ -636,6 +665,8 @@ class Scheduler:
         self.extend_keys(sequence)
         for page, key in zip(pages[registered:full].tolist(), sequence.keys[registered:full], strict=True):
             self._cache.allocator.register(page, key)
+        if self._windows is not None:
+            self._windows.register(sequence.slot, sequence.keys, full)
         self.host.num_registered[sequence.slot] = full
         self._release_followers(sequence)
 
@@ -664,6 +695,10 @@ class Scheduler:
             )  # fmt: skip
         if self._states is not None:
             self._states.pin(hit)
+        if self._windows is not None:
+            keys = list[bytes]()
+            self.prefix_cache.extend_keys(keys, tokens, None, len(hit.pages))
+            self._windows.pin(keys, len(hit.pages))
         self._cache.allocator.share([page for page in hit.held if page not in self._pinned])
         self._pinned = pinned
         if room < self.max_len:
@@ -688,9 +723,14 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def _reserve(self, sequence: Sequence, tokens: int) -> bool:
+        """Reserve pages for the first tokens of a sequence. (A prompt's pages of layers with windows come with its chunks.)"""
         needed = self._cache.pages_for(tokens) - int(self.host.num_pages[sequence.slot])
         if needed > self._cache.allocator.num_free:
             return False
+        if self._windows is not None and sequence.slot in self._decoding:
+            self._windows.free_before(sequence.slot, int(self.host.lengths[sequence.slot]) - 1)
+            if not self._windows.reserve(sequence.slot, tokens):
+                return False
         if needed > 0:
             self.host.add_pages(sequence.slot, self._cache.allocator.allocate(needed))
         return True
@@ -704,12 +744,16 @@ class Scheduler:
             slot, count = int(slots[i]), int(kept[i])
             self._cache.allocator.release(host.page_tables[slot, count : host.num_pages[slot]].tolist())
             host.num_pages[slot], host.num_sent[slot] = count, min(count, int(host.num_sent[slot]))
+            if self._windows is not None:
+                self._windows.cut(slot, count)
 
     def _free(self, sequence: Sequence) -> None:
         """Take the pages and the slot of a sequence, if it has them."""
         if sequence.slot < 0:
             return
         self._cache.allocator.release(sequence.pages.tolist())
+        if self._windows is not None:
+            self._windows.release(sequence.slot)
         self._prefilling.pop(sequence.id, None)
         if self._decoding.pop(sequence.slot, None) is not None:
             self._decoding_slots = None

@@ -14,6 +14,7 @@ import numpy as np
 from minirt.engine.limits import EngineLimits
 
 if TYPE_CHECKING:
+    from minirt.engine.schedule.windows import Windows
     from minirt.engine.state.sequence import Sequence
 
 NEVER = np.iinfo(np.int64).max
@@ -73,6 +74,7 @@ class HostSlots:
     Args:
         limits: of the engine; its `max_model_len` is the number of tokens of the longest sequence.
         pages: columns of a page table.
+        windows: the pages of layers with a window, by slot; None: there are none.
 
     Attributes:
         sequences: the sequence in each slot; None: the slot is free.
@@ -106,7 +108,8 @@ class HostSlots:
         flags, num_top, rules_until: what its draws need.
     """
 
-    def __init__(self, limits: EngineLimits, pages: int) -> None:
+    def __init__(self, limits: EngineLimits, pages: int, windows: "Windows | None" = None) -> None:
+        self.windows = windows
         count, length = limits.max_num_seqs, limits.max_model_len
         self.epochs, self.lengths, self.steps, self.unread, self.prompt_lens, self.final_lens = np.zeros((6, count), np.int64)
         self.num_pages, self.num_sent, self.num_registered, self.quiet_until = np.zeros((4, count), np.int64)

@@ -448,12 +448,14 @@ def step_table(calls: Calls) -> None:
         sizes = ints(3, like=torch.int64)
         copies.copy_rows(RowTable(sizes, sizes, 786432, word, (sizes,) * 3), 2, 65)
     for columns, B, T, one_token in (
-        (Columns(0, 1, 513, 0), 5, 5, True), (Columns(0, 1, 513, 0), 6, 300, False), (Columns(4, 2, 513, 4096), 7, 300, False),
+        (Columns(0, (), 513, 0), 5, 5, True), (Columns(0, (), 513, 0), 6, 300, False),
+        (Columns(4, (2048,), 513, 4096), 7, 300, False),
     ):  # fmt: skip
         table, R, long = ints(9, columns.words), B * (1 + columns.drafts), torch.int64
         message, rows = ints(80), Rows(*(ints(B) for _ in range(5)), ints(T))
         out = StepTensors(
-            ints(T, like=long), ints(T, like=long), ints(T, like=long), ints(B + 1), ints(B), ints(B + 1), ints(B),
+            ints(T, like=long), ints(T, like=long), ints(columns.groups, T, like=long), ints(B + 1), ints(B),
+            ints(columns.groups, B + 1), ints(B),
             ints(B, MAX_SNAPSHOTS, 2), ints(columns.groups, B, columns.pages), ints(R, like=long), ints(R, like=long),
             *(ints(R) for _ in range(3)),
         )  # fmt: skip

@@ -16,7 +16,7 @@ from minirt.kernels.step import table as words
 from minirt.kernels.step.table import Columns, Rows
 
 GARBAGE, PAGE, SPLIT = -7, 4, 8
-COLUMNS = Columns(5, 1, 9, 0)
+COLUMNS = Columns(5, (), 9, 0)
 
 
 def moved(record, device):

@@ -77,7 +77,7 @@ def test_random_histories(sizes, block, device, monkeypatch):
     monkeypatch.setattr(ngram, "_BLOCK", block)
     ngram._constants.cache_clear()
     try:
-        rng, columns, longest, most = random.Random(sum(sizes)), Columns(7, 1, 5, 203), sizes[2], 6 * block
+        rng, columns, longest, most = random.Random(sum(sizes)), Columns(7, (), 5, 203), sizes[2], 6 * block
         histories = []
         for _ in range(24):
             length = min(rng.choice((1, 2, longest, longest + 1, longest + 2, most, rng.randint(1, most), most)), 201)
@@ -102,7 +102,7 @@ def test_many_tokens(device):
         history = [rng.randrange(900) for _ in range(last - 2)] + pattern
         history[last - 3 - back : last - back] = pattern
         histories.append(history)
-    results = check(histories, Columns(4, 1, 3, 2 * ngram._BLOCK), device)
+    results = check(histories, Columns(4, (), 3, 2 * ngram._BLOCK), device)
     assert [length for length, _ in results] == [3] * 4
 
 
@@ -110,13 +110,13 @@ def test_the_end_of_a_sequence(device):
     """A step with all drafts computes the last token but one, and draws the last. MATCHED is 0 where no draft is left."""
     history = [1, 2, 3, 1, 2, 3, 1, 2]
     finals = [len(history) + n for n in (1, 2, 3, 5, 6, 0)]
-    results = check([history] * 6, Columns(4, 1, 3, 40), device, finals=finals)
+    results = check([history] * 6, Columns(4, (), 3, 40), device, finals=finals)
     assert results == [(0, []), (4, [3]), (4, [3, 1]), (4, [3, 1, 2, 3]), (4, [3, 1, 2, 3]), (0, [])]
 
 
 def test_a_history_that_fills_its_row(device):
     """The last tokens of a row, and a sequence whose next token had no column any more: it has no drafts."""
-    columns = Columns(4, 1, 3, 8)
+    columns = Columns(4, (), 3, 8)
     history = [5, 6, 5, 6, 5, 6, 5, 6]
     assert check([history], columns, device, finals=[30]) == [(4, [5, 6, 5, 6])]
     table, rows = build([history], columns)
@@ -130,14 +130,14 @@ def test_a_history_that_fills_its_row(device):
 
 def test_no_sequence(device):
     rows = Rows(*torch.zeros(6, 0, dtype=torch.int32, device=device))
-    ngram.propose(torch.zeros(1, 64, dtype=torch.int32, device=device), Columns(4, 1, 3, 8), rows, **SIZES)
+    ngram.propose(torch.zeros(1, 64, dtype=torch.int32, device=device), Columns(4, (), 3, 8), rows, **SIZES)
 
 
 @pytest.mark.parametrize(("columns", "changed", "message"), [
-    (Columns(4, 1, 3, 0), {}, "history: n-gram matching reads the tokens of sequences; expected columns for 1 to"),
-    (Columns(4, 1, 3, 1 << 27), {}, "history: "), (Columns(3, 1, 3, 8), {}, "most: .*; expected 1 to 3; found 4"),
-    (Columns(4, 1, 3, 8), {"most": 0}, "most: "), (Columns(4, 1, 3, 8), {"shortest": 0}, "shortest, longest: "),
-    (Columns(4, 1, 3, 8), {"shortest": 5}, "found 5 and 4"), (Columns(4, 1, 3, 8), {"longest": 17}, "<= 16; found 2 and 17"),
+    (Columns(4, (), 3, 0), {}, "history: n-gram matching reads the tokens of sequences; expected columns for 1 to"),
+    (Columns(4, (), 3, 1 << 27), {}, "history: "), (Columns(3, (), 3, 8), {}, "most: .*; expected 1 to 3; found 4"),
+    (Columns(4, (), 3, 8), {"most": 0}, "most: "), (Columns(4, (), 3, 8), {"shortest": 0}, "shortest, longest: "),
+    (Columns(4, (), 3, 8), {"shortest": 5}, "found 5 and 4"), (Columns(4, (), 3, 8), {"longest": 17}, "<= 16; found 2 and 17"),
 ])  # fmt: skip
 def test_numbers_out_of_range_are_refused(columns, changed, message):
     """By both forms. The kernel would read words that are no tokens, or pack a length into bits of a place."""

@@ -20,8 +20,9 @@ def garbage():
 
         settings = SamplingBatch(*(filled(Q, dtype=dtype) for dtype in DTYPES))
         return StepTensors(
-            tokens=long(T), positions=long(T), slot_mapping=long(T), query_starts=filled(B + 1), seq_lens=filled(B),
-            split_starts=filled(B + 1), seq_slots=filled(B), snapshots=filled(0),
+            tokens=long(T), positions=long(T), slot_mapping=filled(columns.groups, T, dtype=torch.int64),
+            query_starts=filled(B + 1), seq_lens=filled(B), split_starts=filled(columns.groups, B + 1), seq_slots=filled(B),
+            snapshots=filled(0),
             block_tables=filled(columns.groups, B, columns.pages), logits_indices=long(R), draw_rows=long(Q),
             draw_slots=filled(Q), draw_logprobs=filled(Q), draw_drafts=filled(Q),
         ), settings  # fmt: skip

@@ -62,12 +62,13 @@ CASES = [
     (B, columns, page_size, one_token)
     for B in (1, 3, 65)
     for columns, page_size in (
-        (Columns(0, 1, 9, 0), 4), (Columns(1, 2, 300, 1200), 4), (Columns(4, 1, 17, 1088), 64), (Columns(4, 2, 7, 0), 64),
+        (Columns(0, (), 9, 0), 4), (Columns(1, (37,), 300, 1200), 4), (Columns(4, (), 17, 1088), 64), 
+        (Columns(4, (37,), 7, 0), 64),
     )
     for one_token in (False, True)
 ]  # fmt: skip
-CASES.append((260, Columns(0, 1, 9, 0), 4, True))
-CASES.append(pytest.param((530, Columns(1, 1, 9, 40), 4, False), marks=pytest.mark.exhaustive))
+CASES.append((260, Columns(0, (), 9, 0), 4, True))
+CASES.append(pytest.param((530, Columns(1, (), 9, 40), 4, False), marks=pytest.mark.exhaustive))
 
 
 def check_derive(case, garbage, device, *, extra=(5, 3, 2), **options):
@@ -128,15 +129,15 @@ def test_many_blocks(one_token, garbage, device, monkeypatch):
     monkeypatch.setattr(kernels, "_BLOCK", 4)
     kernels._constants.cache_clear()
     try:
-        check_step((21, Columns(4, 2, 30, 120), 4, one_token), garbage, device, most=50, extra=(50, 40, 30))
+        check_step((21, Columns(4, (37,), 30, 120), 4, one_token), garbage, device, most=50, extra=(50, 40, 30))
     finally:
         kernels._constants.cache_clear()
 
 
 def test_a_sequence_in_parts(garbage, device):
     """Long prompts, whose tokens and pages several programs write, in several rounds; the last one has no padding behind it."""
-    _, step, _ = check_derive((6, Columns(0, 2, 800, 3200), 4, False), garbage, device, most=3000, padding=0)
-    _, other, _ = check_derive((5, Columns(4, 1, 80, 0), 64, False), garbage, device, most=5000, padding=0, extra=(0, 0, 0))
+    _, step, _ = check_derive((6, Columns(0, (37,), 800, 3200), 4, False), garbage, device, most=3000, padding=0)
+    _, other, _ = check_derive((5, Columns(4, (), 80, 0), 64, False), garbage, device, most=5000, padding=0, extra=(0, 0, 0))
     assert max(*step.counts.tolist(), *other.counts.tolist()) > kernels._BLOCK * kernels._MOST_PARTS
 
 
@@ -144,8 +145,8 @@ def test_a_sequence_in_parts(garbage, device):
 @pytest.mark.parametrize("extra", [(0, 0, 0), (300, 290, 280)], ids=str)
 def test_padding_only(one_token, extra, garbage, device):
     """No sequence at all, and exactly as many rows as there are, or blocks of padding."""
-    check_derive((3, Columns(1, 2, 5, 20), 4, one_token), garbage, device, padding=1, extra=(1 + extra[0], *extra[1:]))
-    check_derive((3, Columns(1, 2, 5, 20), 4, one_token), garbage, device, padding=0, extra=extra)
+    check_derive((3, Columns(1, (37,), 5, 20), 4, one_token), garbage, device, padding=1, extra=(1 + extra[0], *extra[1:]))
+    check_derive((3, Columns(1, (37,), 5, 20), 4, one_token), garbage, device, padding=0, extra=extra)
 
 
 @pytest.mark.parametrize(("tiles", "case"), [(7, case) for case in CASES[:-1:2]] + [(100, case) for case in CASES[1:-1:2]])
@@ -190,7 +191,7 @@ def test_greedy_draws(case, tiles, device):
 
 def test_no_draws_and_no_tokens_to_commit(device):
     """A step without draws commits the cached tokens only."""
-    columns = Columns(0, 1, 3, 0)
+    columns = Columns(0, (), 3, 0)
     words, step, _ = problem(3, 3, columns, 4, padding=0)
     step = step._replace(draws=torch.zeros(3, dtype=torch.int32), starts=torch.tensor([-1, 2, 2], dtype=torch.int32))
     lengths = torch.tensor([7, 8, 9], dtype=torch.int32)
@@ -223,13 +224,13 @@ def test_edits(number, device):
 
 def test_no_sequence(garbage, device):
     """B = 0: all is padding, and nothing is committed."""
-    columns = Columns(1, 1, 4, 8)
+    columns = Columns(1, (), 4, 8)
     rows = Rows(*torch.zeros(6, 0, dtype=torch.int32, device=device))
     words = torch.full((2, columns.words), 7, dtype=torch.int32, device=device)
     out, settings = garbage(columns, 0, 3, 2, 2, device=device)
     kernels.derive(words, columns, rows, out, settings, 4, 8, one_token=False)
     kernels.commit(words, columns, rows, out.seq_lens, out.draw_rows, out.block_tables[0, :, :3])
-    assert (out.query_starts.tolist(), out.split_starts.tolist(), out.slot_mapping.tolist()) == ([0], [0], [-1] * 3)
+    assert (out.query_starts.tolist(), out.split_starts.tolist(), out.slot_mapping.tolist()) == ([0], [[0]], [[-1] * 3])
     assert (out.logits_indices.tolist(), out.draw_slots.tolist()) == ([0, 1], [-1, -1])
     assert bool((words == 7).all())
 
@@ -238,7 +239,7 @@ def test_no_sequence(garbage, device):
 def test_report(drafts, device):
     """Both forms, by plain Python: the drafts of each sequence, 0 behind them, and 0 for padding. A draft outside the vocabulary
     is reported, but the table has 0: the embedding would read memory beyond its table."""
-    columns, vocab = Columns(drafts, 1, 5, 8), 50
+    columns, vocab = Columns(drafts, (), 5, 8), 50
     words, step, _ = problem(drafts, 33, columns, 4)
     ids = torch.tensor([0, 49, 50, -1, 2**31 - 1, 7, -(2**31)], dtype=torch.int32)
     first, end = table.NEXT_TOKENS + 1, table.NEXT_TOKENS + 1 + drafts
@@ -265,7 +266,7 @@ def test_report(drafts, device):
 
 def test_one_token_each(garbage):
     """Rows of tokens are those of the sequences, with padding between them. By hand."""
-    columns = Columns(drafts=1, groups=1, pages=3, history=0)
+    columns = Columns(drafts=1, windows=(), pages=3, history=0)
     words = torch.zeros(3, columns.words, dtype=torch.int32)
     words[:, : table.PROMPT_LEN + 1] = torch.tensor([[5, 1, 9, 2], [8, 1, 12, 3], [4, 0, 5, 1]])
     words[:, table.RULED] = torch.tensor([1, 0, 1])
@@ -277,10 +278,10 @@ def test_one_token_each(garbage):
     table.derive(words, columns, rows, out, settings, 4, 8, one_token=True)
     assert out.tokens.tolist() == [22, 0, 33, 44, 0]
     assert out.positions.tolist() == [8, 0, 4, 4, 0]
-    assert out.slot_mapping.tolist() == [88, -1, 124, 44, -1]
+    assert out.slot_mapping[0].tolist() == [88, -1, 124, 44, -1]
     assert out.query_starts.tolist() == [0, 1, 2, 3, 4]
     assert out.seq_lens.tolist() == [9, 0, 5, 5]
-    assert out.split_starts.tolist() == [0, 2, 2, 3, 4]
+    assert out.split_starts[0].tolist() == [0, 2, 2, 3, 4]
     assert out.block_tables.tolist() == [[[20, 21, 22], [-77] * 3, [30, 31, -77], [10, 11, -77]]]
     assert out.logits_indices.tolist() == [0, 2, 3, 3]
     assert out.draw_slots.tolist() == [-1, 2, 0, -1]
