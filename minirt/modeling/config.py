@@ -8,7 +8,7 @@ of version 5 (`rope_parameters`, `dtype`). A wrong value raises `ConfigError`; a
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from minirt.errors import ConfigError, MinirtError, UnsupportedError
@@ -196,8 +196,8 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     moe: MoEConfig | None = None  # None: every MLP is dense
-    # Tokens that some layers attend to; None: all. No layer of `decoder_layers` has a window, so longer sequences are refused.
-    sliding_window: int | None = None
+    sliding_window: int | None = None  # of the `window_layers`: see `AttentionSettings.window`; None: no layer has one
+    window_layers: frozenset[int] = frozenset()
     no_rope_layers: frozenset[int] = frozenset()  # layers without rotary embedding
     attention_gate: str | None = None  # see `AttentionSettings.gate`
     zero_centered_norms: bool = False  # the checkpoint stores norm weights minus 1
@@ -205,11 +205,17 @@ class ModelConfig:
     mtp: MTPConfig | None = None  # None: the architecture has no multi-token prediction
 
     def attention(self, layer: int | None = None) -> AttentionSettings:
-        """The settings of a layer's attention; None: those of most layers."""
+        """The settings of a layer's attention; None: those of layers with rotary embedding and without a window."""
         return AttentionSettings(
             self.num_heads, self.num_kv_heads, self.head_dim, None if layer in self.no_rope_layers else self.rope,
             self.head_dim**-0.5, self.qkv_bias, self.o_bias, "weighted" if self.qk_norm else None, self.attention_gate,
+            self.sliding_window if layer in self.window_layers else None,
         )  # fmt: skip
+
+    def within(self, length: int) -> "ModelConfig":
+        """The same model for sequences of at most `length` tokens, in which a window of that many changes nothing."""
+        unused = self.sliding_window is not None and self.sliding_window >= length
+        return replace(self, sliding_window=None) if unused else self
 
     @property
     def context_len(self) -> int:
