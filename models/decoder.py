@@ -231,11 +231,13 @@ def decoder_layers(config: ModelConfig, attention: Callable[[int], AttentionSett
     from minirt.layers import Embedding, Head  # imported here because it imports torch
 
     attention, linear = attention or config.attention, config.gated_delta_net
-    layers: list[Layer] = [Embedding(config, name="embedding", weight="model.embed_tokens")]
+    table, multiplier = "model.embed_tokens", config.embedding_multiplier
+    layers: list[Layer] = [Embedding(config, name="embedding", weight=table, multiplier=multiplier)]
     for i in range(config.num_layers):
         settings = None if linear is not None and i in linear.layers else attention(i)
         layers += block(config, f"layers.{i}", f"model.layers.{i}", settings, mixture=config.is_mixture(i))
-    layers.append(Head(config, name="head", norm=FINAL_NORM, weight=head_weight(config)))
+    weight, multiplier, softcap = head_weight(config), config.logits_multiplier, config.logits_softcap
+    layers.append(Head(config, name="head", norm=FINAL_NORM, weight=weight, multiplier=multiplier, softcap=softcap))
     return layers
 
 
@@ -254,10 +256,13 @@ def block(config: ModelConfig, name: str, prefix: str, attention: AttentionSetti
     from minirt.layers import MLP, Attention, GatedDeltaNet, MoE
 
     norm, kind = f"{prefix}.input_layernorm", MoE if mixture else MLP
-    mlp = kind(config, name=f"{name}.{kind.kind}", norm=f"{prefix}.post_attention_layernorm", prefix=f"{prefix}.mlp")
+    # Layers that have no such factor refuse it.
+    factor: dict[str, Any] = {} if config.residual_multiplier == 1 else {"residual_multiplier": config.residual_multiplier}
+    mlp = kind(config, name=f"{name}.{kind.kind}", norm=f"{prefix}.post_attention_layernorm", prefix=f"{prefix}.mlp", **factor)
     if attention is None:
-        return [GatedDeltaNet(config, name=f"{name}.gated_delta_net", norm=norm, prefix=f"{prefix}.linear_attn"), mlp]
-    return [Attention(config, name=f"{name}.attention", norm=norm, prefix=f"{prefix}.self_attn", settings=attention), mlp]
+        return [GatedDeltaNet(config, name=f"{name}.gated_delta_net", norm=norm, prefix=f"{prefix}.linear_attn", **factor), mlp]
+    settings: dict[str, Any] = {"settings": attention, **factor}
+    return [Attention(config, name=f"{name}.attention", norm=norm, prefix=f"{prefix}.self_attn", **settings), mlp]
 
 
 def read_mtp(fields: Fields) -> MTPConfig:

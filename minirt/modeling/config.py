@@ -45,6 +45,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "mscale mscale_all_dim llama_4_scaling_beta": (0, 1e6),
     "attention_factor beta_fast beta_slow low_freq_factor high_freq_factor short_factor long_factor": (1e-6, 1e6),
     "partial_rotary_factor no_rope_layers": (0, 1),
+    "embedding_multiplier residual_multiplier attention_multiplier logits_scaling": (1e-6, 1e6),
 }  # fmt: skip
 BOUNDS = {name: bounds for names, bounds in _BOUNDS.items() for name in names.split()}
 
@@ -201,6 +202,11 @@ class ModelConfig:
     no_rope_layers: frozenset[int] = frozenset()  # layers without rotary embedding
     attention_gate: str | None = None  # see `AttentionSettings.gate`
     zero_centered_norms: bool = False  # the checkpoint stores norm weights minus 1
+    attention_scale: float | None = None  # see `AttentionSettings.scale`; None: head_dim^(-1/2)
+    residual_multiplier: float = 1.0  # see `MLP`
+    embedding_multiplier: float = 1.0  # see `Embedding`
+    logits_multiplier: float = 1.0  # see `Head`
+    logits_softcap: float = 0.0
     gated_delta_net: GatedDeltaNetConfig | None = None  # None: every layer has attention
     mtp: MTPConfig | None = None  # None: the architecture has no multi-token prediction
 
@@ -208,7 +214,8 @@ class ModelConfig:
         """The settings of a layer's attention; None: those of layers with rotary embedding and without a window."""
         return AttentionSettings(
             self.num_heads, self.num_kv_heads, self.head_dim, None if layer in self.no_rope_layers else self.rope,
-            self.head_dim**-0.5, self.qkv_bias, self.o_bias, "weighted" if self.qk_norm else None, self.attention_gate,
+            self.attention_scale or self.head_dim**-0.5, self.qkv_bias, self.o_bias,
+            "weighted" if self.qk_norm else None, self.attention_gate,
             self.sliding_window if layer in self.window_layers else None,
         )  # fmt: skip
 
