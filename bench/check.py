@@ -11,7 +11,6 @@ from torch import Tensor
 from minirt.bench.measure import random_prompts
 from minirt.errors import InputError, NumericsError
 from minirt.generator import Generator
-from minirt.loading.load import longest_length
 from minirt.modeling.formats import FP8
 from minirt.sampling_params import SamplingParams
 
@@ -47,7 +46,7 @@ def reference(generator: Generator, longest: int) -> Reference:
     room = generator.max_len - NEW_TOKENS
     if room < 1:
         what, expected = "no room to compare with the eager layers", f"{NEW_TOKENS + 1} or more"
-        hint = "raise it, or " * (generator.max_len < longest_length(generator.config)) + "use --skip-check"
+        hint = "raise it, or " * (generator.max_len < generator.config.max_context_len) + "use --skip-check"
         raise InputError(what, where="--max-model-len", expected=expected, found=generator.max_len, hint=hint)
     lengths = LENGTHS if longest <= max(LENGTHS) else (min(longest, LONG), *LENGTHS)  # first, so that a batch of one has it
     prompts = random_prompts(random.Random(0), [min(length, room) for length in lengths], generator.config.vocab_size)

@@ -11,7 +11,6 @@ import torch
 
 from minirt.errors import ContextLengthError, InputError, MinirtError
 from minirt.generator import Generator
-from minirt.loading.load import longest_length
 from minirt.outputs import Completion
 from minirt.sampling_params import SamplingParams
 from minirt.sizes import format_size
@@ -97,7 +96,7 @@ def check_room(generator: Generator, *sequences: tuple[int, int]) -> None:
         expected = f"at most {generator.max_num_seqs} sequences"
         raise InputError(f"{what} is too large", expected=expected, found=batch_size, hint=hint)
     if length > generator.max_len:
-        longest, hint = longest_length(generator.config), "choose shorter prompts or outputs"
+        longest, hint = generator.config.max_context_len, "choose shorter prompts or outputs"
         if length > longest:
             hint += f": the model itself takes at most {longest} tokens"
         else:

@@ -50,6 +50,11 @@ def norm_residual(y: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Te
     return residual + rms_norm(y, weight, eps)
 
 
+def add_residual(x: Tensor, y: Tensor, multiplier: float = 1.0) -> Tensor:
+    """x + multiplier · y."""
+    return x + (y if multiplier == 1.0 else y * multiplier)
+
+
 def cap_logits(logits: Tensor, multiplier: float = 1.0, softcap: float = 0.0) -> Tensor:
     """Logits times `multiplier`, then softcap · tanh(logits / softcap) (Gemma 2); softcap 0: no cap."""
     if multiplier != 1.0:

@@ -23,7 +23,7 @@ from minirt.engine.schedule.prefix_cache import PrefixCacheStats
 from minirt.errors import ConfigError, EngineError, InputError, UnsupportedError, printable
 from minirt.foreign_names import check_names, checks_names
 from minirt.gc_freeze import freeze_gc
-from minirt.loading.load import load, longest_length
+from minirt.loading.load import load
 from minirt.loading.memory import measured_plan, out_of_memory_while
 from minirt.loading.options import EMBEDDED, OF_GENERATE, LoadOptions
 from minirt.modeling.model import Model
@@ -98,7 +98,7 @@ class Generator:
         self.max_waiting = settings.max_waiting
         limits = EngineLimits(
             settings.max_model_len or model.max_model_len, self.max_num_seqs, self.max_num_batched_tokens, self.max_waiting,
-            settings.max_step_ms, model_len=longest_length(model.config),
+            settings.max_step_ms, model_len=model.config.max_context_len,
         )
         running = EngineOptions(
             settings.prefix_cache, cuda_graphs and model.capturable, adaptive_drafts=getattr(self.speculative, "adaptive", True)

@@ -27,12 +27,14 @@ class Window:
         size: the default of `sliding_window`; None: no window.
         used: the default of `use_sliding_window`; None: there is no such field, and a window is always used, in all layers. Else
             `layer_types` decides which layers have one.
-        first: the default of `max_window_layers`, the first layer with a window; None: there is no such field, and all have one.
+        first: the default of `max_window_layers`, the first layer with a window; None: there is no such field.
+        layers: the layers with a window without `layer_types`; None: all from the first on.
     """
 
     size: int | None = None
     used: bool | None = True
     first: int | None = None
+    layers: Collection[int] | None = None
 
 
 NO_WINDOW = Window()
@@ -80,6 +82,7 @@ def decoder_config(
     positions = fields.integer("max_position_embeddings", default=max_positions)
     head_size = _head_dim(fields, hidden, heads, head_dim)
     layers = fields.integer("num_hidden_layers")
+    size, windows = (None, frozenset[int]()) if window is None else _windows(fields, layers, window)
     config = ModelConfig(
         model_type=model_type, hidden_size=hidden, intermediate_size=fields.integer("intermediate_size"), num_layers=layers,
         num_heads=heads, num_kv_heads=kv, head_dim=head_size, vocab_size=fields.integer("vocab_size"),
@@ -87,13 +90,10 @@ def decoder_config(
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=tie_word_embeddings),
         hidden_act=OF_HIDDEN_ACT[fields.choice("hidden_act", OF_HIDDEN_ACT, default="silu")], dtype=_dtype(fields),
         rope=read_rope(fields, positions, head_size, theta=theta, partial=partial_rotary, keys=rope_keys),
-        sliding_window=None if window is None else _window(fields, layers, window), **fixed,
+        sliding_window=size, window_layers=windows, **fixed,
     )  # fmt: skip
     refuse_foreign_fields(fields, config)
     refuse_other_names(fields)
-    if config.sliding_window is not None and config.sliding_window < config.context_len:
-        what = f"sequences of more than {config.sliding_window} tokens are refused, since sliding windows are not supported"
-        warn(f"{fields.place('sliding_window')}: {what}")
     return config
 
 
@@ -175,11 +175,8 @@ def refuse_other_classes(fields: Fields, classes: Collection[str]) -> None:
             raise fields.unsupported("architectures", what, " or ".join(classes), found=shown(name), hint=hint)
 
 
-def _window(fields: Fields, num_layers: int, absent: Window) -> int | None:
-    """The sliding window of the layers that have one; None: no layer has one.
-
-    No layer of `decoder_layers` has a window. It changes nothing for sequences that are not longer.
-    """
+def _windows(fields: Fields, num_layers: int, absent: Window) -> tuple[int | None, frozenset[int]]:
+    """The sliding window, and the layers that have it; None: no layer has one."""
     kinds = read_layer_types(fields, num_layers, ("full_attention", "sliding_attention"), "full_attention")
     used = absent.used is None or fields.boolean("use_sliding_window", default=absent.used)
     # transformers saves a window that is not used as 0.
@@ -188,14 +185,14 @@ def _window(fields: Fields, num_layers: int, absent: Window) -> int | None:
     window = fields.integer_or_none("sliding_window", default=absent.size, minimum=0)
     first = 0 if absent.first is None else fields.integer("max_window_layers", default=absent.first)
     if kinds is not None and absent.used is not None:
-        if "sliding_attention" not in kinds:
-            return None
-        if not used or not window:
+        layers = frozenset(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+        if layers and (not used or not window):
             what, expected = "the layer type is not supported", "full_attention, or a sliding_window that is used"
             raise fields.unsupported("layer_types", what, expected, found="sliding_attention")
-    elif not used or window is None or first >= num_layers:
-        return None
-    return window or fields.integer("sliding_window")  # 0 is refused
+    else:
+        among = range(first, num_layers) if absent.layers is None else absent.layers
+        layers = frozenset(among if used and window is not None else ())
+    return (window or fields.integer("sliding_window") if layers else None), layers  # 0 is refused
 
 
 def read_layer_types(fields: Fields, num_layers: int, accepted: Collection[str], expected: str) -> list[str] | None:
@@ -234,11 +231,13 @@ def decoder_layers(config: ModelConfig, attention: Callable[[int], AttentionSett
     from minirt.layers import Embedding, Head  # imported here because it imports torch
 
     attention, linear = attention or config.attention, config.gated_delta_net
-    layers: list[Layer] = [Embedding(config, name="embedding", weight="model.embed_tokens")]
+    table, multiplier = "model.embed_tokens", config.embedding_multiplier
+    layers: list[Layer] = [Embedding(config, name="embedding", weight=table, multiplier=multiplier)]
     for i in range(config.num_layers):
         settings = None if linear is not None and i in linear.layers else attention(i)
         layers += block(config, f"layers.{i}", f"model.layers.{i}", settings, mixture=config.is_mixture(i))
-    layers.append(Head(config, name="head", norm=FINAL_NORM, weight=head_weight(config)))
+    weight, multiplier, softcap = head_weight(config), config.logits_multiplier, config.logits_softcap
+    layers.append(Head(config, name="head", norm=FINAL_NORM, weight=weight, multiplier=multiplier, softcap=softcap))
     return layers
 
 
@@ -257,10 +256,13 @@ def block(config: ModelConfig, name: str, prefix: str, attention: AttentionSetti
     from minirt.layers import MLP, Attention, GatedDeltaNet, MoE
 
     norm, kind = f"{prefix}.input_layernorm", MoE if mixture else MLP
-    mlp = kind(config, name=f"{name}.{kind.kind}", norm=f"{prefix}.post_attention_layernorm", prefix=f"{prefix}.mlp")
+    # Layers that have no such factor refuse it.
+    factor: dict[str, Any] = {} if config.residual_multiplier == 1 else {"residual_multiplier": config.residual_multiplier}
+    mlp = kind(config, name=f"{name}.{kind.kind}", norm=f"{prefix}.post_attention_layernorm", prefix=f"{prefix}.mlp", **factor)
     if attention is None:
-        return [GatedDeltaNet(config, name=f"{name}.gated_delta_net", norm=norm, prefix=f"{prefix}.linear_attn"), mlp]
-    return [Attention(config, name=f"{name}.attention", norm=norm, prefix=f"{prefix}.self_attn", settings=attention), mlp]
+        return [GatedDeltaNet(config, name=f"{name}.gated_delta_net", norm=norm, prefix=f"{prefix}.linear_attn", **factor), mlp]
+    settings: dict[str, Any] = {"settings": attention, **factor}
+    return [Attention(config, name=f"{name}.attention", norm=norm, prefix=f"{prefix}.self_attn", **settings), mlp]
 
 
 def read_mtp(fields: Fields) -> MTPConfig:

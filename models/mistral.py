@@ -1,4 +1,4 @@
-"""Mistral 7B, Nemo and Small: Llama without biases. Version 0.1, with its sliding window, runs up to the window's length."""
+"""Mistral 7B, Nemo and Small: Llama without biases. Version 0.1 has a sliding window in all layers."""
 
 from minirt.modeling.config import Fields, ModelConfig
 from minirt.models.decoder import Window, decoder_config

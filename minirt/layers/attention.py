@@ -10,6 +10,7 @@ from minirt.kernels import reference
 from minirt.kernels.attention.limits import HEAD_DIMS, MAX_GROUP
 from minirt.kernels.attention.operands import AttentionInput, Rope, Scores, Sequences
 from minirt.layers.base import Forward, Layer, LinearOp, checkpoint_names, register, triton_unsupported
+from minirt.layers.mlp import triton_add
 from minirt.modeling.config import AttentionSettings, ModelConfig
 from minirt.modeling.formats import FP8
 from minirt.modeling.parameters import Interleaved, NormWeight, PackedLinear, Part
@@ -18,10 +19,11 @@ from minirt.step.kv_cache import LayerKV, PagesSpec
 
 
 class Attention(Layer):
-    """x + post_norm(o(gate · attention(rope(qk_norm(qkv(norm(x))))))), x [T, H]; new K and V go to batch.slot_mapping.
+    """x + residual_multiplier · post_norm(o(gate · attention(rope(qk_norm(qkv(norm(x))))))), x [T, H].
 
-    Grouped queries: Ainslie et al. 2023; rotary embedding: Su et al. 2021; QK-norm as in Qwen3 (per head, before rope); gate: Qiu
-    et al. 2025. Q, K and V are packed in one matrix, in this order. What of this a layer has, `settings` say.
+    New K and V go to batch.slot_mapping. Grouped queries: Ainslie et al. 2023; rotary embedding: Su et al. 2021; QK-norm as in
+    Qwen3 (per head, before rope); gate: Qiu et al. 2025. Q, K and V are packed in one matrix, in this order. What of this a layer
+    has, `settings` say.
 
     Args:
         norm: checkpoint name of the norm of the layer's input.
@@ -30,6 +32,7 @@ class Attention(Layer):
         settings: what this layer computes; None: `config.attention()`. `decoder_layers` gives each layer its settings.
         post_norm: checkpoint name of a norm of what is added to x (a sandwich norm); None: there is none.
         post_norm_eps: its eps; None: that of the config.
+        residual_multiplier: a factor of what is added to x.
     """
 
     kind = "attention"
@@ -38,7 +41,8 @@ class Attention(Layer):
 
     def __init__(
         self, config: ModelConfig, *, name: str, norm: str, prefix: str, settings: AttentionSettings | None = None,
-        post_norm: str | None = None, post_norm_eps: float | None = None, names: Mapping[str, str] | None = None,
+        post_norm: str | None = None, post_norm_eps: float | None = None, residual_multiplier: float = 1.0,
+        names: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(config, name)
         self.settings = settings = settings or config.attention()
@@ -59,6 +63,7 @@ class Attention(Layer):
         self.q_norm, self.k_norm = (NormWeight(name, d, centered) if weighted else None for name in (q_norm, k_norm))
         self.post_norm = NormWeight(post_norm, h, centered) if post_norm else None
         self.post_norm_eps = config.rms_norm_eps if post_norm_eps is None else post_norm_eps
+        self.residual_multiplier = residual_multiplier
 
     @property
     def cos_sin(self) -> Tensor | None:
@@ -72,7 +77,7 @@ class Attention(Layer):
 
     def linear_ops(self) -> tuple[LinearOp, ...]:
         gate = () if self.gate is None else (LinearOp(self.gate),)
-        return LinearOp(self.qkv), *gate, LinearOp(self.o, residual=self.post_norm is None)
+        return LinearOp(self.qkv), *gate, LinearOp(self.o, residual=self.post_norm is None and self.residual_multiplier == 1)
 
     def reserve(self, max_splits: int) -> None:
         if self.implementation == "triton":
@@ -88,7 +93,7 @@ def eager(layer: Attention) -> Forward:
     settings, eps, post_norm_eps = layer.settings, layer.config.rms_norm_eps, layer.post_norm_eps
     nq, nkv, d = settings.num_heads, settings.num_kv_heads, settings.head_dim
     norm, qkv, gate, o, post_norm = layer.norm, layer.qkv, layer.gate, layer.o, layer.post_norm
-    q_norm, k_norm, window = layer.q_norm, layer.k_norm, settings.window
+    q_norm, k_norm, multiplier, window = layer.q_norm, layer.k_norm, layer.residual_multiplier, settings.window
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV) -> Tensor:
         h = reference.rms_norm(x, norm.weight, eps)
@@ -111,7 +116,8 @@ def eager(layer: Attention) -> Forward:
             a = reference.gate_output(a, reference.linear(h, gate.weight, gate.bias, gate.scale))
         a = layer.hooked(a, batch)
         y = reference.linear(a, o.weight, o.bias, o.scale)
-        return x + y if post_norm is None else reference.norm_residual(y, post_norm.weight, post_norm_eps, x)
+        y = y if post_norm is None else reference.rms_norm(y, post_norm.weight, post_norm_eps)
+        return reference.add_residual(x, y, multiplier)
 
     return forward
 
@@ -135,15 +141,14 @@ def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
 def triton(layer: Attention) -> Forward:
     """Kernels: norm + QKV + bias; norm + gate; QK-norm, RoPE, KV write, attention and gating (`attention`); O + residual.
 
-    With a norm of what is added: O; norm + residual.
+    With a norm or a factor of what is added: O; `triton_add`.
     """
     from minirt.kernels.attention.dispatch import attention
     from minirt.kernels.linear.dispatch import linear_residual, norm_linear
-    from minirt.kernels.norm import norm_residual
 
     settings, context = layer.settings, layer.context
     workspace, side, pdl = context.workspace, context.side_stream, context.pdl
-    norm, linear, o, gating, post_norm = layer.norm, layer.qkv, layer.o, layer.gate, layer.post_norm
+    norm, linear, o, gating, residual_product = layer.norm, layer.qkv, layer.o, layer.gate, layer.linear_ops()[-1].residual
     eps, nq, d, window = layer.config.rms_norm_eps, settings.num_heads, settings.head_dim, settings.window
     scores = Scores(settings.scale, window)
     cos_sin, normalize, query_scales = layer.cos_sin, settings.qk_norm == "plain", layer.query_scales
@@ -168,9 +173,9 @@ def triton(layer: Attention) -> Forward:
             batch.max_splits, batch.max_seq_len, batch.max_query_len, pdl=pdl, gate=gate, side=side,
         )).view(-1, nq * d)  # fmt: skip
         a = layer.hooked(a, batch)
-        if post_norm is None:
+        if residual_product:
             return linear_residual(a, o.weight, x, o.bias, scale=o.scale, workspace=workspace, pdl=pdl, check=False)
         y = norm_linear(a, None, 0.0, o.weight, o.bias, scale=o.scale, workspace=workspace, pdl=pdl, check=False)
-        return norm_residual(y, post_norm.weight, layer.post_norm_eps, x, out=y, pdl=pdl, check=False)
+        return triton_add(layer, x, y)
 
     return forward

@@ -13,13 +13,20 @@ from minirt.step.batch import Batch
 
 
 class Embedding(Layer):
-    """Gathers the rows of the table [V, H] for batch.input_ids [T] → [T, H]. Ignores its input x."""
+    """Gathers the rows of the table [V, H] for batch.input_ids [T] → [T, H]. Ignores its input x.
+
+    Args:
+        multiplier: a factor of the rows.
+    """
 
     kind = "embedding"
     residual, reads_tokens = False, True
 
-    def __init__(self, config: ModelConfig, *, name: str = "embedding", weight: str = "model.embed_tokens") -> None:
+    def __init__(
+        self, config: ModelConfig, *, name: str = "embedding", weight: str = "model.embed_tokens", multiplier: float = 1.0,
+    ) -> None:  # fmt: skip
         super().__init__(config, name)
+        self.multiplier = multiplier
         self.table = PackedLinear([Part(weight, config.vocab_size)], config.hidden_size, quantizable=False)  # it is looked up
         if config.moe is not None and not config.tie_word_embeddings:
             # Random embeddings with values of about 4. With small ones, what layers add makes all tokens of a sequence nearly
@@ -34,10 +41,14 @@ class Embedding(Layer):
         return (batch.num_tokens, self.config.hidden_size), self.table.weight.dtype
 
 
+def _scaled(layer: Embedding, x: Tensor) -> Tensor:
+    return x if layer.multiplier == 1.0 else x * layer.multiplier
+
+
 @register("embedding", "eager")
 def eager(layer: Embedding) -> Forward:
     def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
-        return reference.embedding(batch.input_ids, layer.table.weight)
+        return _scaled(layer, reference.embedding(batch.input_ids, layer.table.weight))
 
     return forward
 
@@ -47,7 +58,7 @@ def triton(layer: Embedding) -> Forward:
     from minirt.kernels.embedding import embedding
 
     def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
-        return embedding(batch.input_ids, layer.table.weight, check=False)
+        return _scaled(layer, embedding(batch.input_ids, layer.table.weight, check=False))
 
     return forward
 

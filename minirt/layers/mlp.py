@@ -1,7 +1,9 @@
 """`MLP`: the gated feed-forward residual layer (SwiGLU, Shazeer 2020)."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from minirt.kernels import reference
@@ -10,23 +12,28 @@ from minirt.modeling.config import ModelConfig
 from minirt.modeling.parameters import NormWeight, PackedLinear, Part
 from minirt.step.batch import Batch
 
+if TYPE_CHECKING:
+    from minirt.layers.attention import Attention
+
 
 class MLP(Layer):
-    """x + post_norm(down(act(gate(norm(x))) · up(norm(x)))), x [T, H], or [R, H] after `Select`. Gate and up are packed into one
-    matrix, gate first.
+    """x + residual_multiplier · post_norm(down(act(gate(norm(x))) · up(norm(x)))), x [T, H], or [R, H] after `Select`.
+
+    Gate and up are packed into one matrix, gate first.
 
     Args:
         norm: checkpoint name of the norm of the layer's input.
         prefix: checkpoint prefix of the parts `gate_proj`, `up_proj` and `down_proj`. `names`: see `Attention`.
         post_norm: checkpoint name of a norm of what is added to x (a sandwich norm); None: there is none.
         post_norm_eps: its eps; None: that of the config.
+        residual_multiplier: a factor of what is added to x.
     """
 
     kind = "mlp"
 
     def __init__(
         self, config: ModelConfig, *, name: str, norm: str, prefix: str, post_norm: str | None = None,
-        post_norm_eps: float | None = None, names: Mapping[str, str] | None = None,
+        post_norm_eps: float | None = None, residual_multiplier: float = 1.0, names: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(config, name)
         h, i = config.hidden_size, config.intermediate_size
@@ -34,12 +41,14 @@ class MLP(Layer):
         self.norm = NormWeight(norm, h, config.zero_centered_norms)
         self.post_norm = NormWeight(post_norm, h, config.zero_centered_norms) if post_norm else None
         self.post_norm_eps = config.rms_norm_eps if post_norm_eps is None else post_norm_eps
+        self.residual_multiplier = residual_multiplier
         self.gate_up = PackedLinear([Part(gate, i), Part(up, i)], h, config.mlp_bias)
         self.down = PackedLinear([Part(down, h)], i, config.mlp_bias)
         self.inner = "neurons", i
 
     def linear_ops(self) -> tuple[LinearOp, ...]:
-        return LinearOp(self.gate_up, gated=True), LinearOp(self.down, residual=self.post_norm is None)
+        residual = self.post_norm is None and self.residual_multiplier == 1
+        return LinearOp(self.gate_up, gated=True), LinearOp(self.down, residual=residual)
 
 
 @register("mlp", "eager")
@@ -51,22 +60,33 @@ def eager(layer: MLP) -> Forward:
         h = reference.rms_norm(x, norm.weight, eps)
         h = layer.hooked(reference.gated(reference.linear(h, gate_up.weight, gate_up.bias, gate_up.scale), activation), batch)
         y = reference.linear(h, down.weight, down.bias, down.scale)
-        return x + y if post_norm is None else reference.norm_residual(y, post_norm.weight, post_norm_eps, x)
+        y = y if post_norm is None else reference.rms_norm(y, post_norm.weight, post_norm_eps)
+        return reference.add_residual(x, y, layer.residual_multiplier)
 
     return forward
+
+
+def triton_add(layer: "MLP | Attention", x: Tensor, y: Tensor) -> Tensor:
+    """x + residual_multiplier · post_norm(y) where the product y does not add to x itself. It writes to y."""
+    from minirt.kernels.norm import norm_residual, rms_norm
+
+    post_norm, eps, pdl = layer.post_norm, layer.post_norm_eps, layer.context.pdl
+    if post_norm is not None and layer.residual_multiplier == 1:
+        return norm_residual(y, post_norm.weight, eps, x, out=y, pdl=pdl, check=False)
+    y = y if post_norm is None else rms_norm(y, post_norm.weight, eps, out=y, pdl=pdl, check=False)
+    return torch.add(x, y, alpha=layer.residual_multiplier, out=y)
 
 
 @register("mlp", "triton", unsupported=triton_unsupported, capturable=True)
 def triton(layer: MLP) -> Forward:
     """Two fused operations: norm + gate/up + activation, and down + residual.
 
-    With a norm of what is added, the second is two: down; norm + residual.
+    With a norm or a factor of what is added, the second is two: down; `triton_add`.
     """
     from minirt.kernels.linear.dispatch import linear_residual, norm_gate_up, norm_linear
-    from minirt.kernels.norm import norm_residual
 
     eps, activation = layer.config.rms_norm_eps, layer.config.hidden_act
-    norm, gate_up, down, post_norm = layer.norm, layer.gate_up, layer.down, layer.post_norm
+    norm, gate_up, down, residual_product = layer.norm, layer.gate_up, layer.down, layer.linear_ops()[-1].residual
     workspace, pdl = layer.context.workspace, layer.context.pdl
 
     def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
@@ -75,9 +95,9 @@ def triton(layer: MLP) -> Forward:
             pdl=pdl, check=False,
         )  # fmt: skip
         h = layer.hooked(h, batch)
-        if post_norm is None:
+        if residual_product:
             return linear_residual(h, down.weight, x, down.bias, scale=down.scale, workspace=workspace, pdl=pdl, check=False)
         y = norm_linear(h, None, 0.0, down.weight, down.bias, scale=down.scale, workspace=workspace, pdl=pdl, check=False)
-        return norm_residual(y, post_norm.weight, layer.post_norm_eps, x, out=y, pdl=pdl, check=False)
+        return triton_add(layer, x, y)
 
     return forward

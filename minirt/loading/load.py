@@ -118,7 +118,8 @@ def _similar_presets(name: str) -> list[str]:
 
 def build(options: LoadOptions, source: Source, entries: Entries | None, device: AnyDevice) -> Model:
     """The model without weights: its layers, how the checkpoint stores their experts, and the formats of their linears."""
-    config, speculative, rows, draft = source.config, options.speculative, None, list[Layer]()
+    config = source.config.within(options.max_model_len or source.config.context_len)
+    speculative, rows, draft = options.speculative, None, list[Layer]()
     if isinstance(speculative, SpeculativeOptions) and speculative.has_draft_model:
         layers, draft = _build_with_drafts(options, config, entries, rows := speculative.draft_rows(config.vocab_size))
     else:
@@ -211,28 +212,17 @@ def _known(dtype: str, place: str, known: dict[str, torch.dtype]) -> torch.dtype
     raise ConfigError("unknown dtype", where=place, expected=f"{', '.join(names)} or {last}", found=dtype, hint=hint)
 
 
-def longest_length(config: ModelConfig) -> int:
-    """Number of positions that may be asked for: above its sliding window, a model is refused."""
-    return min(config.max_context_len, config.sliding_window or config.max_context_len)
-
-
 def pick_length(config: ModelConfig, asked: int | None) -> int:
     """Number of positions to serve: `asked`, else all positions of the model.
 
     Raises:
         ConfigError: `asked` is no length that the model supports.
-        UnsupportedError: a sliding window would change sequences of this length.
     """
     length = config.context_len if asked is None else asked
     if type(length) is not int or not 1 <= length <= config.max_context_len:
         what = "outside the model's context" if type(length) is int else "not a number of tokens"
         expected = f"an integer from 1 to {config.max_context_len}"
         raise ConfigError(what, where="--max-model-len", expected=expected, found=repr(length)[:80])
-    window = config.sliding_window
-    if window is not None and length > window:
-        expected, shown = f"sequences of at most {window} tokens (sliding_window in config.json)", f"a length of {length}"
-        hint = f"use --max-model-len {window}: up to there, the window changes nothing"
-        raise UnsupportedError("sliding-window attention is not supported", expected=expected, found=shown, hint=hint)
     rope = config.rope
     if rope.kind in ("dynamic", "longrope") and length > rope.original_max_position:
         what = f"--max-model-len: above {rope.original_max_position} tokens, rope type {rope.kind!r} has other frequencies"

@@ -95,8 +95,7 @@ class LoadOptions(Settings):
     max_model_len: int | None = setting(
         "Positions to serve, prompt and completion together.", kind="tokens", scope="memory", engine=True,
         details="None: the model's own, or with a warning as many as fit; a number that does not fit is an error. With linear "
-        "rope, it may be up to the rope factor times max_position_embeddings. A model with a sliding window runs if this is at "
-        "most the window.",
+        "rope, it may be up to the rope factor times max_position_embeddings.",
         option_help="Positions to serve; 32K is 32,768 and 32k is 32,000. Default, and auto: the model's own, or as many as fit. "
         "A number that does not fit is refused.",
         elsewhere={"vLLM": "max_seq_len", "llama.cpp": "ctx_size n_ctx"})

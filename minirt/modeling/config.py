@@ -8,7 +8,7 @@ of version 5 (`rope_parameters`, `dtype`). A wrong value raises `ConfigError`; a
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from minirt.errors import ConfigError, MinirtError, UnsupportedError
@@ -45,6 +45,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "mscale mscale_all_dim llama_4_scaling_beta": (0, 1e6),
     "attention_factor beta_fast beta_slow low_freq_factor high_freq_factor short_factor long_factor": (1e-6, 1e6),
     "partial_rotary_factor no_rope_layers": (0, 1),
+    "embedding_multiplier residual_multiplier attention_multiplier logits_scaling": (1e-6, 1e6),
 }  # fmt: skip
 BOUNDS = {name: bounds for names, bounds in _BOUNDS.items() for name in names.split()}
 
@@ -196,20 +197,32 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     moe: MoEConfig | None = None  # None: every MLP is dense
-    # Tokens that some layers attend to; None: all. No layer of `decoder_layers` has a window, so longer sequences are refused.
-    sliding_window: int | None = None
+    sliding_window: int | None = None  # of the `window_layers`: see `AttentionSettings.window`; None: no layer has one
+    window_layers: frozenset[int] = frozenset()
     no_rope_layers: frozenset[int] = frozenset()  # layers without rotary embedding
     attention_gate: str | None = None  # see `AttentionSettings.gate`
     zero_centered_norms: bool = False  # the checkpoint stores norm weights minus 1
+    attention_scale: float | None = None  # see `AttentionSettings.scale`; None: head_dim^(-1/2)
+    residual_multiplier: float = 1.0  # see `MLP`
+    embedding_multiplier: float = 1.0  # see `Embedding`
+    logits_multiplier: float = 1.0  # see `Head`
+    logits_softcap: float = 0.0
     gated_delta_net: GatedDeltaNetConfig | None = None  # None: every layer has attention
     mtp: MTPConfig | None = None  # None: the architecture has no multi-token prediction
 
     def attention(self, layer: int | None = None) -> AttentionSettings:
-        """The settings of a layer's attention; None: those of most layers."""
+        """The settings of a layer's attention; None: those of layers with rotary embedding and without a window."""
         return AttentionSettings(
             self.num_heads, self.num_kv_heads, self.head_dim, None if layer in self.no_rope_layers else self.rope,
-            self.head_dim**-0.5, self.qkv_bias, self.o_bias, "weighted" if self.qk_norm else None, self.attention_gate,
+            self.attention_scale or self.head_dim**-0.5, self.qkv_bias, self.o_bias,
+            "weighted" if self.qk_norm else None, self.attention_gate,
+            self.sliding_window if layer in self.window_layers else None,
         )  # fmt: skip
+
+    def within(self, length: int) -> "ModelConfig":
+        """The same model for sequences of at most `length` tokens, in which a window of that many changes nothing."""
+        unused = self.sliding_window is not None and self.sliding_window >= length
+        return replace(self, sliding_window=None) if unused else self
 
     @property
     def context_len(self) -> int:

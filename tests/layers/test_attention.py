@@ -31,7 +31,8 @@ STEPS = [
 GATE = {"gate": "gate_proj"}
 PARTIAL = {"rope": RopeConfig(theta=77.0, partial_rotary_factor=0.5)}
 SCALED_Q = {"rope": RopeConfig(kind="linear", theta=77.0, factor=2.0, original_max_position=24, query_scaling_beta=0.7)}
-# Settings of the layer that are not those of its config; `post_norm` is an argument of its own.
+OF_LAYER = {"post_norm", "residual_multiplier"}  # arguments of the layer
+# Settings of the layer that are not those of its config, and arguments.
 OWN = {
     "none": {}, "theta": {"rope": RopeConfig(theta=77.0)},
     "linear": {"rope": RopeConfig(kind="linear", theta=500.0, factor=4.0)}, "no rope": {"rope": None}, "partial rope": PARTIAL,
@@ -39,6 +40,7 @@ OWN = {
     "window over a page's end": {"window": 66}, "wide window": {"window": 1000}, "QK-norm": {"qk_norm": "weighted"},
     "QK-norm without weights": {"qk_norm": "plain", **PARTIAL}, "gate": GATE,
     "gate in q_proj": {"gate": "q_proj", "qkv_bias": True}, "post norm": {"post_norm": "post"},
+    "factor": {"residual_multiplier": 0.22},
     "all": {"window": 7, "scale": 0.31, "qk_norm": "weighted", "gate": "q_proj", "post_norm": "post", **PARTIAL},
     "all without rope": {"rope": None, "qk_norm": "plain", "gate": "gate_proj", "post_norm": "post", "o_bias": True},
 }  # fmt: skip
@@ -48,10 +50,10 @@ def make(impl, heads, kv_heads, head_dim, changes):
     sizes = {"hidden_size": HIDDEN, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 11, "head_dim": head_dim}
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "rms_norm_eps": EPS, "rope_theta": 10000.0}
     config = models.parse_config({"model_type": "llama", "max_position_embeddings": LENGTH, **sizes})
-    settings = replace(config.attention(), **{key: value for key, value in changes.items() if key != "post_norm"})
+    settings = replace(config.attention(), **{key: value for key, value in changes.items() if key not in OF_LAYER})
     layer = Attention(
-        config, name="attention", norm="norm", prefix="self", settings=settings, post_norm=changes.get("post_norm"),
-        post_norm_eps=0.25, names={"o_proj": "dense"},
+        config, name="attention", norm="norm", prefix="self", settings=settings, post_norm_eps=0.25, names={"o_proj": "dense"},
+        **{key: value for key, value in changes.items() if key in OF_LAYER},
     )  # fmt: skip
     layer.context = LayerContext(LENGTH, DEVICE)
     random = torch.Generator().manual_seed(heads)
@@ -71,12 +73,13 @@ def normalized(x, weight, eps):
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (1 if weight is None else weight)
 
 
-def truth(settings, w, x):
+def truth(layer, w, x):
     """The output for a whole sequence x [T, H] in fp64: one query head and one token after the other, without a cache.
 
     It is computed from the checkpoint's tensors, so it does not know how layers pack them.
     """
-    layer, x, nq, d = settings, x.double().cpu(), settings.num_heads, settings.head_dim
+    factor, layer = layer.residual_multiplier, layer.settings
+    x, nq, d = x.double().cpu(), layer.num_heads, layer.head_dim
     group, rope, window = nq // layer.num_kv_heads, layer.rope, layer.window or len(x)
     h = normalized(x, w["norm.weight"], EPS)
 
@@ -110,7 +113,7 @@ def truth(settings, w, x):
     if gate is not None:
         a = a / (1 + (-gate).exp())
     y = a.flatten(1) @ w["self.dense.weight"].T + w.get("self.dense.bias", 0)
-    return x + (normalized(y, w["post.weight"], 0.25) if "post.weight" in w else y)
+    return x + factor * (normalized(y, w["post.weight"], 0.25) if "post.weight" in w else y)
 
 
 def worst_error(impl, heads, kv_heads, head_dim, changes):
@@ -120,7 +123,7 @@ def worst_error(impl, heads, kv_heads, head_dim, changes):
     for pages in cache.layers[0][:2]:
         pages.fill_(float("nan"))
     x = [torch.randn(step[1], HIDDEN, generator=torch.Generator().manual_seed(i)) for i, step in enumerate(STEPS[-1])]
-    expected, worst = [truth(layer.settings, weights, rows) for rows in x], 0.0
+    expected, worst = [truth(layer, weights, rows) for rows in x], 0.0
     for step in STEPS:
         chunks = [Chunk([0] * (end - start), start, pages) for (start, end), pages in zip(step, PAGES, strict=True)]
         batch = Batch.build(chunks, cache.page_size).to(DEVICE)
@@ -140,7 +143,7 @@ def test_eager_equals_the_formula(name, heads, kv_heads, head_dim):
 TRITON = [
     ("linear", 6, 2, 64), ("linear", 7, 1, 64), ("scale", 3, 3, 128), ("no rope", 6, 2, 64), ("partial rope", 3, 3, 256),
     ("factors of q", 7, 1, 64), ("QK-norm", 4, 2, 80), ("QK-norm without weights", 6, 2, 64), ("gate", 3, 3, 96),
-    ("gate in q_proj", 6, 2, 64), ("post norm", 4, 2, 112), ("all without rope", 4, 1, 192),
+    ("gate in q_proj", 6, 2, 64), ("post norm", 4, 2, 112), ("factor", 3, 3, 64), ("all without rope", 4, 1, 192),
 ]  # fmt: skip
 
 

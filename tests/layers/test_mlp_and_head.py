@@ -49,15 +49,17 @@ def run(layer, x):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_mlp_with_a_post_norm(impl):
-    layer = MLP(config(), name="mlp", norm="norm", prefix="mlp", post_norm="post", post_norm_eps=0.3)
-    layer, w = filled(layer, impl)
+@pytest.mark.parametrize(("post_norm", "factor"), [("post", 1.0), ("post", -0.4), (None, 0.22)])
+def test_mlp_with_a_post_norm_or_a_factor(impl, post_norm, factor):
+    settings = {"post_norm": post_norm, "post_norm_eps": 0.3, "residual_multiplier": factor}
+    layer, w = filled(MLP(config(), name="mlp", norm="norm", prefix="mlp", **settings), impl)
     assert [op.residual for op in layer.linear_ops()] == [False, False]
     x = torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(1))
     h = normalized(x.double(), w["norm.weight"], EPS)
     gate = h @ w["mlp.gate_proj.weight"].T
     y = (gate / (1 + (-gate).exp()) * (h @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
-    torch.testing.assert_close(run(layer, x), x.double() + normalized(y, w["post.weight"], 0.3), rtol=1e-5, atol=1e-5)
+    y = y if post_norm is None else normalized(y, w["post.weight"], 0.3)
+    torch.testing.assert_close(run(layer, x), x.double() + factor * y, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

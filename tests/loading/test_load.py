@@ -108,16 +108,17 @@ EXACT = {
     ),
     "longrope": ("Llama", {}, {"rope_scaling": LONGROPE}, None, "above 128 tokens, rope type 'longrope' has other frequencies"),
     "longrope up to its original positions": ("Llama", {}, {"rope_scaling": LONGROPE}, 128, None),
-    "a window of the length": ("Mistral", {"sliding_window": 150}, {}, 150, "sliding_window: sequences of more than 150"),
-    "a window of more": ("Mistral", {"sliding_window": 151}, {}, 150, "sliding_window"),
+    "a window of the length": ("Mistral", {"sliding_window": 150}, {}, 150, None),
+    "a window of more": ("Mistral", {"sliding_window": 151}, {}, 150, None),
+    "a shorter window": ("Mistral", {"sliding_window": 149}, {}, 150, None),
     "a window of the positions": ("Mistral", {"sliding_window": 256}, {}, None, None),
     "a window in some layers": (
-        "Qwen2", {"use_sliding_window": True, "sliding_window": 150, "max_window_layers": 1}, {}, 150, "sliding_window",
+        "Qwen2", {"use_sliding_window": True, "sliding_window": 150, "max_window_layers": 1}, {}, None, None,
     ),
     "layer types": (
         "Qwen3",
         {"use_sliding_window": True, "sliding_window": 150, "layer_types": ["full_attention", "sliding_attention"] * 2,
-         "num_hidden_layers": 4}, {}, 150, "sliding_window",
+         "num_hidden_layers": 4}, {}, None, None,
     ),
     "FSDP": ("Qwen2", {}, {"architectures": ["FSDPQwen2ForCausalLM"]}, None, "FSDPQwen2ForCausalLM: the prefix FSDP is ignored"),
     "keys of rope that enter no formula": (
@@ -149,14 +150,12 @@ def test_what_is_exact_runs(case, hf_folder):
         assert generator.max_len == len(tokens)
 
 
-@pytest.mark.usefixtures("no_allocation")
-def test_a_longer_sequence_than_the_window_is_refused(hf_folder):
-    """Catches full attention where the model has a window."""
+def test_layers_have_windows_that_matter(hf_folder):
+    """Catches a window that no served sequence reaches, which would keep layers from kernels and from one cache."""
     folder = hf_folder("Mistral", sliding_window=24)
-    words = r"sliding-window attention is not supported; expected sequences of at most 24 tokens.*found a length of {}.*len 24"
-    for asked, length in ((None, 256), (25, 25)):
-        with one_warning("sliding_window: .*24"):
-            refused(folder, words.format(length), UnsupportedError, max_model_len=asked)
+    for length, window in ((None, 24), (25, 24), (24, None)):
+        with load(folder, max_model_len=length) as generator:
+            assert {layer.settings.window for layer in generator._model.layers if layer.kind == "attention"} == {window}
 
 
 @pytest.mark.usefixtures("no_allocation")

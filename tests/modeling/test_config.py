@@ -14,7 +14,6 @@ from support.config_files import DECODER, num_parameters
 from support.raising import raises
 
 from minirt.errors import ConfigError, UnsupportedError
-from minirt.loading.load import pick_length
 from minirt.modeling.config import Fields, ModelConfig, check_token_ids
 from minirt.models import parse_config
 from minirt.models.decoder import decoder_config
@@ -393,50 +392,47 @@ def test_harmless_is_taken(kind: str, fields: dict[str, Any]) -> None:
     assert parse_config(raw_config(kind, **fields)).num_layers == 3
 
 
-# Architecture, fields, and the window that limits the length; None: no layer has one.
+# Architecture, fields, the window, None if no layer has one, and the layers that have it.
 FULL, SLIDING = ["full_attention"] * 3, ["full_attention", "sliding_attention", "full_attention"]
-WINDOWS: list[tuple[str, dict[str, Any], int | None]] = [
-    ("mistral", {"sliding_window": 64}, 64),
-    ("mistral", {"sliding_window": ...}, 4096),
-    ("mistral", {"sliding_window": None}, None),
-    ("mistral", {"sliding_window": 64, "layer_types": FULL}, 64),  # transformers' Mistral does not read layer_types
-    ("mistral", {"sliding_window": 64, "use_sliding_window": False}, 64),  # nor use_sliding_window
-    ("llama", {}, None),
-    ("llama", {"sliding_window": 64}, 64),
-    ("llama", {"sliding_window": 64, "use_sliding_window": False}, None),
-    ("llama", {"sliding_window": 64, "layer_types": FULL}, None),
-    ("llama", {"sliding_window": 64, "layer_types": SLIDING}, 64),
-    ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}, 64),
-    ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, 4096),
-    ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3}, None),  # no layer from 3 on
-    ("qwen2", {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, None),
-    ("qwen2", {"use_sliding_window": False, "sliding_window": 64, "max_window_layers": 0}, None),
-    ("qwen2", {"use_sliding_window": False, "sliding_window": 0}, None),
-    ("qwen3", {"use_sliding_window": True, "max_window_layers": 0, "layer_types": FULL}, None),
-    ("qwen3", {"use_sliding_window": True, "sliding_window": 64, "layer_types": SLIDING}, 64),
-    ("qwen3_moe", {"use_sliding_window": True, "max_window_layers": 3}, 4096),
-    ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, 64),
+WINDOWS: list[tuple[str, dict[str, Any], int | None, set[int]]] = [
+    ("mistral", {"sliding_window": 64}, 64, {0, 1, 2}),
+    ("mistral", {"sliding_window": ...}, 4096, {0, 1, 2}),
+    ("mistral", {"sliding_window": None}, None, set()),
+    ("mistral", {"sliding_window": 64, "layer_types": FULL}, 64, {0, 1, 2}),  # transformers' Mistral does not read layer_types
+    ("mistral", {"sliding_window": 64, "use_sliding_window": False}, 64, {0, 1, 2}),  # nor use_sliding_window
+    ("llama", {}, None, set()),
+    ("llama", {"sliding_window": 64}, 64, {0, 1, 2}),
+    ("llama", {"sliding_window": 64, "use_sliding_window": False}, None, set()),
+    ("llama", {"sliding_window": 64, "layer_types": FULL}, None, set()),
+    ("llama", {"sliding_window": 64, "layer_types": SLIDING}, 64, {1}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}, 64, {2}),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, 4096, {2}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3}, None, set()),  # no layer from 3 on
+    ("qwen2", {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, None, set()),
+    ("qwen2", {"use_sliding_window": False, "sliding_window": 64, "max_window_layers": 0}, None, set()),
+    ("qwen2", {"use_sliding_window": False, "sliding_window": 0}, None, set()),
+    ("qwen3", {"use_sliding_window": True, "max_window_layers": 0, "layer_types": FULL}, None, set()),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 64, "layer_types": SLIDING}, 64, {1}),
+    ("qwen3_moe", {"use_sliding_window": True, "max_window_layers": 3}, 4096, {0, 1, 2}),
+    ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, None, set()),
+    ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}, 64, {0}),
 ]
 
 
-@pytest.mark.parametrize(("kind", "fields", "window"), WINDOWS)
-def test_windows(kind: str, fields: dict[str, Any], window: int | None) -> None:
-    """Catches a window that is not seen, or seen where no layer has one; and one that limits the length without a word."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert parse_config(raw_config(kind, **fields)).sliding_window == window
-    told = [str(warning.message) for warning in caught if "is unknown" not in str(warning.message)]
-    assert len(told) == (window == 64)  # 4096 is more than the 256 positions
-    assert all("sliding_window: sequences of more than 64 tokens are refused" in text for text in told)
+@pytest.mark.parametrize(("kind", "fields", "window", "layers"), WINDOWS)
+def test_windows(kind: str, fields: dict[str, Any], window: int | None, layers: str) -> None:
+    """Catches a window that is not seen, seen where no layer has one, or in other layers than it should be."""
+    parsed = parse_config(raw_config(kind, **fields))
+    windows = [parsed.attention(i).window for i in range(3)]
+    assert parsed.sliding_window == window
+    assert windows == [window if i in layers else None for i in range(3)]
 
 
 def test_a_window_of_the_served_length_is_none() -> None:
-    """Catches Mistral 7B v0.1 that is refused with `--max-model-len 4096`, or served with a window that is ignored."""
-    with pytest.warns(UserWarning, match="sequences of more than 4096 tokens are refused"):
-        parsed = parse_config(REAL["mistralai/Mistral-7B-v0.1"]["config"])
-    assert [pick_length(parsed, length) for length in (1, 4095, 4096)] == [1, 4095, 4096]
-    for longer in (4097, None):
-        raises(r"at most 4096 tokens .*use --max-model-len 4096", pick_length, parsed, longer, error=UnsupportedError)
+    """Catches Mistral 7B v0.1 served with a window that is ignored, or with one that no sequence reaches."""
+    parsed = parse_config(REAL["mistralai/Mistral-7B-v0.1"]["config"])
+    windows = [parsed.within(length).attention(31).window for length in (1, 4095, 4096, 4097, 32768)]
+    assert windows == [None, None, None, 4096, 4096]
 
 
 def test_a_used_window_needs_a_size() -> None:

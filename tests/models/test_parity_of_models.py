@@ -1,8 +1,8 @@
 """Models whose layers differ, or that are inside a model with a vision encoder: parity with transformers in fp32, on text.
 
-Catches a layer with the rope of another one, queries that are scaled at a wrong position or before the rotation, M-RoPE that is
-not RoPE for text, a decoder's tensor under a name of the wrapper that is not found, and any of these in chunks or after
-preemption.
+Catches a layer with the rope or the window of another one, a window that is a token too long or too short, queries that are
+scaled at a wrong position or before the rotation, M-RoPE that is not RoPE for text, a decoder's tensor under a name of the
+wrapper that is not found, and any of these in chunks or after preemption.
 """
 
 import pytest

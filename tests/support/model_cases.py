@@ -26,6 +26,9 @@ LONG = {
     "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, "factor": 8.0,
     "short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [1.0 + i * i / 3 for i in range(8)],
 }  # fmt: skip
+FULL, SLIDING = "full_attention", "sliding_attention"
+FACTORS = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.11, "logits_scaling": 1.7}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
 
 
 def wrapped(text, vision, **options):
@@ -59,6 +62,19 @@ CASES = {
         {"rope_parameters": {**MROPE, "type": "default", "mrope_interleaved": True}}, QWEN3_VISION, tie_word_embeddings=True
     )),
     "llama with longrope": ("Llama", "ForCausalLM", TEXT | {"rope_parameters": LONG}),
+    "granite": ("Granite", "ForCausalLM", TEXT | FACTORS | {"attention_bias": True, "mlp_bias": True}),
+    "granite, tied": ("Granite", "ForCausalLM", TEXT | FACTORS | {"tie_word_embeddings": True}),
+    "mistral with a window": ("Mistral", "ForCausalLM", TEXT | {"sliding_window": 17}),
+    "qwen2 with windows": ("Qwen2", "ForCausalLM", TEXT | {
+        "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2,
+    }),
+    "qwen3 with windows": ("Qwen3", "ForCausalLM", TEXT | {
+        "use_sliding_window": True, "sliding_window": 65, "layer_types": [FULL, SLIDING, SLIDING, FULL, SLIDING],
+    }),
+    "smollm3 with windows": ("SmolLM3", "ForCausalLM", TEXT | {"use_sliding_window": True, "sliding_window": 33}),
+    "qwen2_moe with windows": ("Qwen2Moe", "ForCausalLM", TEXT | EXPERTS | {
+        "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 4,
+    }),
 }  # fmt: skip
 
 
