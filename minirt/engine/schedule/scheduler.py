@@ -577,7 +577,7 @@ class Scheduler:
                     host.mark_queued(chunk.slot, chunk.num_draws)
 
     def _keep_windows(self, sequence: Sequence, windows: Windows) -> None:
-        """A step was started that computes a prompt's first `num_prefilled` tokens: free what no later token sees. As steps run in
+        """A step with a prompt's first `num_prefilled` tokens was started: free what no later token sees. As steps run in
         order, its pages can be found from now on."""
         computed, cache = sequence.num_prefilled, self.prefix_cache
         if cache is not None and not sequence.logits_only:

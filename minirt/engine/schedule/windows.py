@@ -16,8 +16,8 @@ from minirt.step.plan import Edit
 
 
 def window_pages(window: int, seqs: int, tokens: int, drafts: int, length: int) -> int:
-    """Pages of layers with a window: what `seqs` sequences of up to `length` tokens hold, and the `tokens` of the largest step."""
-    most = window + PAGE_SIZE + 3 * (1 + drafts)  # it frees a page when it needs the next one; steps have drafts
+    """Pages of layers with a window: what `seqs` sequences of up to `length` tokens hold, and the largest step's `tokens`."""
+    most = window + PAGE_SIZE + 3 * (1 + drafts)  # one is freed when the next is needed; steps have drafts
     each = min(-(-most // PAGE_SIZE) + 1, -(-length // PAGE_SIZE))
     return min(seqs * each + -(-tokens // PAGE_SIZE), seqs * -(-length // PAGE_SIZE))
 

@@ -62,7 +62,7 @@ CASES = [
     (B, columns, page_size, one_token)
     for B in (1, 3, 65)
     for columns, page_size in (
-        (Columns(0, (), 9, 0), 4), (Columns(1, (37,), 300, 1200), 4), (Columns(4, (), 17, 1088), 64), 
+        (Columns(0, (), 9, 0), 4), (Columns(1, (37,), 300, 1200), 4), (Columns(4, (), 17, 1088), 64),
         (Columns(4, (37,), 7, 0), 64),
     )
     for one_token in (False, True)
