@@ -18,7 +18,7 @@ from minirt.bench.summary import summarize
 from minirt.device import peak_memory
 from minirt.errors import InputError, MinirtError, UnsupportedError
 from minirt.generator import Generator
-from minirt.profiling.read_bytes import step_read_bytes
+from minirt.profiling.read_bytes import kv_read_bytes, step_read_bytes
 
 STEPS = 128
 
@@ -110,7 +110,7 @@ def _row(
     generator, test = runs.generator, test_name(batch_size, context_len, count)
     steps, first_tokens, first = step_times(runs, batch_size, context_len, count)
     seen = context_len + first + (count - 1) / 2  # mean context of the measured steps
-    kv = round(batch_size * seen * generator.kv_bytes_per_token)
+    kv = batch_size * kv_read_bytes(generator.model, seen)
     states = batch_size * generator.step_state_bytes
     use = in_decode(generator, batch_size, context_len, runs.seed)
     read = step_read_bytes(generator.model, batch_size, None if use is None else use.touched())

@@ -103,9 +103,9 @@ def check_room(generator: Generator, *sequences: tuple[int, int]) -> None:
             hint += ", or raise --max-model-len or --kv-cache-memory if the memory allows"
         expected = f"at most {generator.max_len} tokens in a sequence, prompt and output together"
         raise ContextLengthError(f"{what} is too long", expected=expected, found=length, hint=hint)
-    page = generator.kv_bytes_per_token * PAGE_SIZE
+    page = generator.memory.page
     needed = sum(count * math.ceil(tokens / PAGE_SIZE) for count, tokens in sequences)
-    there = generator.kv_cache_bytes // page if page else math.inf
+    there = generator.memory.pages if page else math.inf
     if needed > there:
         hint = f"--kv-cache-memory {format_size(needed * page, up=True)} is enough, or choose a smaller batch"
         what += " does not fit the KV cache"

@@ -30,13 +30,13 @@ def measure(model: str, quantization: str | None) -> None:
     from minirt.bench.replay import replay_times
     from minirt.bench.summary import summarize
     from minirt.device import pick_device
-    from minirt.profiling.read_bytes import step_read_bytes
+    from minirt.profiling.read_bytes import kv_read_bytes, step_read_bytes
 
     sizes: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": max(BATCHES), "max_num_batched_tokens": max(PROMPTS)}
     results: list[dict[str, Any]] = []
     with Generator.from_pretrained(model, random_weights=True, quantization=quantization, warm_up="full", **sizes) as generator:
         ceiling = read_ceiling(pick_device("cuda"))
-        cached = generator.kv_bytes_per_token * CONTEXT
+        cached = kv_read_bytes(generator.model, CONTEXT)
         for batch in BATCHES:
             read = step_read_bytes(generator.model, batch) + batch * (cached + generator.step_state_bytes)
             limit = read / ceiling.bytes_per_s

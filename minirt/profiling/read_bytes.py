@@ -1,13 +1,15 @@
-"""The bytes of weights that a step reads."""
+"""The bytes of weights and KV that a step reads."""
 
 from collections.abc import Mapping
-from functools import singledispatch
+from functools import partial, singledispatch
 
 import torch
 
 from minirt.layers import Layer
 from minirt.layers.moe import MoE
+from minirt.modeling.config import MAX_POSITIONS
 from minirt.modeling.model import Model
+from minirt.step.kv_cache import page_bytes, windows_of
 
 
 def step_read_bytes(model: Model, tokens: int, experts: Mapping[str, float] | None = None) -> int:
@@ -19,6 +21,14 @@ def step_read_bytes(model: Model, tokens: int, experts: Mapping[str, float] | No
     """
     used = experts or {}
     return sum(layer_read_bytes(layer, model.dtype, tokens, used.get(layer.name)) for layer in model.layers)
+
+
+def kv_read_bytes(model: Model, length: float) -> int:
+    """Bytes of KV that a decode step reads of a sequence of `length` tokens: with a window, of the last ones."""
+    windows = [w for w in windows_of(model.cache_specs, MAX_POSITIONS) if w < length]
+    lengths = {None: length} | {window: window for window in windows}
+    count = partial(page_bytes, model.cache_specs, model.kv_dtype, 1, windows=windows)
+    return round(sum(count(window=window) * seen for window, seen in lengths.items()))
 
 
 @singledispatch

@@ -22,6 +22,7 @@ from minirt import SamplingParams, device, models
 from minirt.bench import ceiling, check, decode, flops, measure, prefill, report, summary, throughput
 from minirt.errors import ContextLengthError, InputError, MinirtError, NumericsError, UnsupportedError
 from minirt.outputs import Completion
+from minirt.step.kv_cache import PagesSpec
 
 QWEN = models.preset("Qwen2.5-7B").config
 
@@ -35,9 +36,10 @@ class Machine:
 
     def __init__(self, budget=8192, slowness=(1.0,)):
         self.max_num_batched_tokens, self.max_num_seqs, self.max_len = budget, 64, 1 << 20
-        self.kv_bytes_per_token, self.kv_cache_bytes, self.decode_read_bytes = 1000, 1 << 40, 5_000_000
+        self.decode_read_bytes, self.memory = 5_000_000, SimpleNamespace(page=64_000, pages=1 << 24)
         layer = SimpleNamespace(name="all", decode_read_bytes=lambda dtype: self.decode_read_bytes)
-        self.model = SimpleNamespace(layers=[layer], dtype=torch.float32)
+        specs = [PagesSpec(1, 125)]  # 1,000 bytes a token
+        self.model = SimpleNamespace(layers=[layer], dtype=torch.float32, kv_dtype=torch.float32, cache_specs=specs)
         self.step_state_bytes = 700_000
         self.config, self.device = replace(QWEN, vocab_size=11), torch.device("cpu")
         self.now, self.slowness, self.calls, self.replays = 0.0, slowness, [], []
@@ -256,11 +258,11 @@ def test_room_is_checked_with_the_numbers():
     machine.max_num_seqs = 9000
     with pytest.raises(InputError, match="at most 8192 sequences; found 8193"):
         decode.check(machine, [8193], [8])
-    machine.kv_cache_bytes = 12 * 64 * 1000
+    machine.memory.pages = 12
     measure.check_room(machine, (4, 192))
     with pytest.raises(ContextLengthError, match=r"at most 12 pages of 64 tokens; found 16 \(--kv-cache-memory 1000KiB "):
         measure.check_room(machine, (4, 193))
-    machine.kv_bytes_per_token = 0  # a model without attention
+    machine.memory.page = 0  # a model without attention
     measure.check_room(machine, (64, 300))
 
 
@@ -363,9 +365,9 @@ def test_prompts_that_would_keep_nobody_waiting():
         prefill.check(machine, [2000], 64)
     with pytest.raises(InputError, match="too short to delay other requests"):
         prefill.check(machine, [2000, 20], 8)
-    machine.kv_cache_bytes = (8 * 3 + 6 * 32) * 64_000  # 8 of 160 tokens, the prompts of a step, and partly computed ones
+    machine.memory.pages = 8 * 3 + 6 * 32  # 8 of 160 tokens, the prompts of a step, and partly computed ones
     prefill.check(machine, [2000], 8)
-    machine.kv_cache_bytes -= 1
+    machine.memory.pages -= 1
     with pytest.raises(ContextLengthError, match="does not fit the KV cache"):
         prefill.check(machine, [2000], 8)
 
