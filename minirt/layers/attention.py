@@ -13,7 +13,7 @@ from minirt.layers.base import Forward, Layer, LinearOp, checkpoint_names, regis
 from minirt.layers.mlp import triton_add
 from minirt.modeling.config import AttentionSettings, ModelConfig
 from minirt.modeling.formats import FP8
-from minirt.modeling.parameters import Interleaved, NormWeight, PackedLinear, Part
+from minirt.modeling.parameters import Interleaved, NormWeight, PackedLinear, Part, stacked
 from minirt.step.batch import Batch
 from minirt.step.kv_cache import LayerKV, PagesSpec
 
@@ -29,6 +29,7 @@ class Attention(Layer):
         norm: checkpoint name of the norm of the layer's input.
         prefix: checkpoint prefix of the parts `q_proj`, `k_proj`, `v_proj`, `o_proj` and, if `settings` have them, `q_norm`,
             `k_norm` and `gate_proj`. `names`: the names of parts that a checkpoint calls differently ({"o_proj": "dense"}).
+            Q, K and V with one name are one linear, which has their rows in this order.
         settings: what this layer computes; None: `config.attention()`. `decoder_layers` gives each layer its settings.
         post_norm: checkpoint name of a norm of what is added to x (a sandwich norm); None: there is none.
         post_norm_eps: its eps; None: that of the config.
@@ -53,7 +54,8 @@ class Attention(Layer):
         self.cache_spec, self.inner = PagesSpec(settings.num_kv_heads, d), ("heads", q_rows)
         self.norm = NormWeight(norm, h, centered)
         of_q, of_gate = (Interleaved((d, d), i) if settings.gate == "q_proj" else None for i in range(2))
-        self.qkv = PackedLinear([Part(q, q_rows, of_q), Part(k, kv_rows), Part(v, kv_rows)], h, settings.qkv_bias)
+        parts = stacked(Part(q, q_rows, of_q), Part(k, kv_rows), Part(v, kv_rows))
+        self.qkv = PackedLinear(parts, h, settings.qkv_bias)
         self.gate: PackedLinear | None = None
         if settings.gate is not None:
             part = Part(gate if of_gate is None else q, q_rows, of_gate)

@@ -202,6 +202,7 @@ class ModelConfig:
     no_rope_layers: frozenset[int] = frozenset()  # layers without rotary embedding
     attention_gate: str | None = None  # see `AttentionSettings.gate`
     zero_centered_norms: bool = False  # the checkpoint stores norm weights minus 1
+    post_norm_eps: float | None = None  # see `MLP`; None: rms_norm_eps
     attention_scale: float | None = None  # see `AttentionSettings.scale`; None: head_dim^(-1/2)
     residual_multiplier: float = 1.0  # see `MLP`
     embedding_multiplier: float = 1.0  # see `Embedding`
