@@ -61,8 +61,11 @@ class Attention(Layer):
             part = Part(gate if of_gate is None else q, q_rows, of_gate)
             self.gate = PackedLinear([part], h, settings.qkv_bias and of_gate is not None)
         self.o = PackedLinear([Part(o, h)], q_rows, settings.o_bias)
-        weighted = settings.qk_norm == "weighted"
-        self.q_norm, self.k_norm = (NormWeight(name, d, centered) if weighted else None for name in (q_norm, k_norm))
+        self.q_norm: NormWeight | None = None
+        self.k_norm: NormWeight | None = None
+        if settings.qk_norm not in (None, "plain"):
+            sizes = (q_rows, kv_rows) if settings.qk_norm == "weighted_all" else (d, d)
+            self.q_norm, self.k_norm = (NormWeight(*of, centered) for of in zip((q_norm, k_norm), sizes, strict=True))
         self.post_norm = NormWeight(post_norm, h, centered) if post_norm else None
         self.post_norm_eps = config.rms_norm_eps if post_norm_eps is None else post_norm_eps
         self.residual_multiplier = residual_multiplier
@@ -97,15 +100,22 @@ def eager(layer: Attention) -> Forward:
     norm, qkv, gate, o, post_norm = layer.norm, layer.qkv, layer.gate, layer.o, layer.post_norm
     q_norm, k_norm, multiplier = layer.q_norm, layer.k_norm, layer.residual_multiplier
 
+    def normalized(qk: Tensor) -> Tensor:
+        """The heads of q and k [T, Nq + Nkv, D], each with its norm, or all of q and all of k with one."""
+        q, k = (part.flatten(1) if settings.qk_norm == "weighted_all" else part for part in qk.split((nq, nkv), 1))
+        q = reference.rms_norm(q, None if q_norm is None else q_norm.weight, eps)
+        k = reference.rms_norm(k, None if k_norm is None else k_norm.weight, eps)
+        return torch.cat((q.view(-1, nq, d), k.view(-1, nkv, d)), 1)
+
     def forward(x: Tensor, batch: Batch, kv: LayerKV) -> Tensor:
         h = reference.rms_norm(x, norm.weight, eps)
         heads = reference.linear(h, qkv.weight, qkv.bias, qkv.scale).view(-1, nq + 2 * nkv, d)
         qk, v = heads[:, : nq + nkv], heads[:, nq + nkv :]
-        if settings.qk_norm is not None:
-            q = reference.rms_norm(qk[:, :nq], None if q_norm is None else q_norm.weight, eps)
-            k = reference.rms_norm(qk[:, nq:], None if k_norm is None else k_norm.weight, eps)
-            qk = torch.cat((q, k), dim=1)
+        if settings.qk_norm in ("weighted", "plain", "weighted_all"):
+            qk = normalized(qk)
         qk = reference.rope(qk, None if layer.cos_sin is None else layer.cos_sin[batch.positions])
+        if settings.qk_norm == "weighted_after_rope":
+            qk = normalized(qk)
         scales = None if layer.query_scales is None else layer.query_scales[batch.positions]
         q, k = reference.rope(qk[:, :nq], None, scales), qk[:, nq:]
         reference.write_kv(k, kv.k, batch.slot_mapping, kv.k_scale)
@@ -128,6 +138,9 @@ def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
     settings = layer.settings if isinstance(layer, Attention) else layer.config.attention()
     if settings.window is not None:
         return "its kernels have no sliding window"
+    if settings.qk_norm in ("weighted_all", "weighted_after_rope"):
+        what = "after rotary embedding" if settings.qk_norm == "weighted_after_rope" else "over all heads"
+        return f"its kernels have no QK-norm {what}"
     if settings.head_dim not in HEAD_DIMS:
         return f"head_dim {settings.head_dim} is none of {', '.join(map(str, HEAD_DIMS))}"
     if (group := settings.num_heads // settings.num_kv_heads) > MAX_GROUP:
