@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     from minirt.layers import Layer
 
 FINAL_NORM = "model.norm"  # checkpoint prefix of the norm before the head
+# Names of a block's norms: before and after attention, before and after the MLP; None: there is none.
+Norms = tuple[str | None, str | None, str | None, str | None]
+PRE_NORMS: Norms = ("input_layernorm", None, "post_attention_layernorm", None)
+POST_NORMS: Norms = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+SANDWICH_NORMS: Norms = (
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
+)  # fmt: skip
 EXPERT_FIELDS = ("num_experts", "num_local_experts")  # two names of one field
 
 
@@ -220,13 +227,18 @@ def read_no_rope_layers(fields: Fields) -> frozenset[int]:
     return frozenset(i for i, flag in enumerate(flags) if not flag)
 
 
-def decoder_layers(config: ModelConfig, attention: Callable[[int], AttentionSettings] | None = None) -> "list[Layer]":
+def decoder_layers(
+    config: ModelConfig, attention: Callable[[int], AttentionSettings] | None = None, *, norms: Norms = PRE_NORMS,
+    names: Mapping[str, str] | None = None,
+) -> "list[Layer]":  # fmt: skip
     """Embedding, attention (or gated DeltaNet) and MLP (or mixture of experts) of each block, head.
 
     Weights are named by their checkpoint prefixes, without `.weight`.
 
     Args:
         attention: the settings of each block's attention, by its number; None: `config.attention`.
+        norms: names of a block's norms: before and after attention, before and after the MLP; None: there is none.
+        names: those of parts that the checkpoint calls differently, see `Attention`.
     """
     from minirt.layers import Embedding, Head  # imported here because it imports torch
 
@@ -234,8 +246,8 @@ def decoder_layers(config: ModelConfig, attention: Callable[[int], AttentionSett
     table, multiplier = "model.embed_tokens", config.embedding_multiplier
     layers: list[Layer] = [Embedding(config, name="embedding", weight=table, multiplier=multiplier)]
     for i in range(config.num_layers):
-        settings = None if linear is not None and i in linear.layers else attention(i)
-        layers += block(config, f"layers.{i}", f"model.layers.{i}", settings, mixture=config.is_mixture(i))
+        settings, mixture = None if linear is not None and i in linear.layers else attention(i), config.is_mixture(i)
+        layers += block(config, f"layers.{i}", f"model.layers.{i}", settings, mixture=mixture, norms=norms, names=names)
     weight, multiplier, softcap = head_weight(config), config.logits_multiplier, config.logits_softcap
     layers.append(Head(config, name="head", norm=FINAL_NORM, weight=weight, multiplier=multiplier, softcap=softcap))
     return layers
@@ -246,23 +258,31 @@ def head_weight(config: ModelConfig) -> str:
     return "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
 
 
-def block(config: ModelConfig, name: str, prefix: str, attention: AttentionSettings | None, *, mixture: bool) -> "list[Layer]":
+def block(
+    config: ModelConfig, name: str, prefix: str, attention: AttentionSettings | None, *, mixture: bool, norms: Norms = PRE_NORMS,
+    names: Mapping[str, str] | None = None,
+) -> "list[Layer]":  # fmt: skip
     """The layers of one block: attention or gated DeltaNet, and an MLP or a mixture of experts.
 
     Args:
         name: how the names of the layers begin. `prefix`: how those of the checkpoint's tensors begin.
         attention: None: gated DeltaNet.
+        norms, names: see `decoder_layers`.
     """
     from minirt.layers import MLP, Attention, GatedDeltaNet, MoE
 
-    norm, kind = f"{prefix}.input_layernorm", MoE if mixture else MLP
-    # Layers that have no such factor refuse it.
-    factor: dict[str, Any] = {} if config.residual_multiplier == 1 else {"residual_multiplier": config.residual_multiplier}
-    mlp = kind(config, name=f"{name}.{kind.kind}", norm=f"{prefix}.post_attention_layernorm", prefix=f"{prefix}.mlp", **factor)
+    before, after, before_mlp, after_mlp = (norm and f"{prefix}.{norm}" for norm in norms)
+    given = {"names": names, "post_norm_eps": config.post_norm_eps, "residual_multiplier": config.residual_multiplier}
+
+    def made(kind: Any, norm: str | None, post_norm: str | None, part: str, **settings: Any) -> "Layer":
+        # A layer that has no such setting refuses it.
+        settings |= {key: value for key, value in {**given, "post_norm": post_norm}.items() if value not in (None, 1)}
+        return kind(config, name=f"{name}.{kind.kind}", norm=norm, prefix=f"{prefix}.{part}", **settings)
+
+    mlp = made(MoE if mixture else MLP, before_mlp, after_mlp, "mlp")
     if attention is None:
-        return [GatedDeltaNet(config, name=f"{name}.gated_delta_net", norm=norm, prefix=f"{prefix}.linear_attn", **factor), mlp]
-    settings: dict[str, Any] = {"settings": attention, **factor}
-    return [Attention(config, name=f"{name}.attention", norm=norm, prefix=f"{prefix}.self_attn", **settings), mlp]
+        return [made(GatedDeltaNet, before, after, "linear_attn"), mlp]
+    return [made(Attention, before, after, "self_attn", settings=attention), mlp]
 
 
 def read_mtp(fields: Fields) -> MTPConfig:

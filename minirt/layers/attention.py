@@ -13,7 +13,7 @@ from minirt.layers.base import Forward, Layer, LinearOp, checkpoint_names, regis
 from minirt.layers.mlp import triton_add
 from minirt.modeling.config import AttentionSettings, ModelConfig
 from minirt.modeling.formats import FP8
-from minirt.modeling.parameters import Interleaved, NormWeight, PackedLinear, Part
+from minirt.modeling.parameters import Interleaved, NormWeight, PackedLinear, Part, stacked
 from minirt.step.batch import Batch
 from minirt.step.kv_cache import LayerKV, PagesSpec
 
@@ -29,6 +29,7 @@ class Attention(Layer):
         norm: checkpoint name of the norm of the layer's input.
         prefix: checkpoint prefix of the parts `q_proj`, `k_proj`, `v_proj`, `o_proj` and, if `settings` have them, `q_norm`,
             `k_norm` and `gate_proj`. `names`: the names of parts that a checkpoint calls differently ({"o_proj": "dense"}).
+            Q, K and V with one name are one linear, which has their rows in this order.
         settings: what this layer computes; None: `config.attention()`. `decoder_layers` gives each layer its settings.
         post_norm: checkpoint name of a norm of what is added to x (a sandwich norm); None: there is none.
         post_norm_eps: its eps; None: that of the config.
@@ -53,14 +54,18 @@ class Attention(Layer):
         self.cache_spec, self.inner = PagesSpec(settings.num_kv_heads, d, settings.window), ("heads", q_rows)
         self.norm = NormWeight(norm, h, centered)
         of_q, of_gate = (Interleaved((d, d), i) if settings.gate == "q_proj" else None for i in range(2))
-        self.qkv = PackedLinear([Part(q, q_rows, of_q), Part(k, kv_rows), Part(v, kv_rows)], h, settings.qkv_bias)
+        parts = stacked(Part(q, q_rows, of_q), Part(k, kv_rows), Part(v, kv_rows))
+        self.qkv = PackedLinear(parts, h, settings.qkv_bias)
         self.gate: PackedLinear | None = None
         if settings.gate is not None:
             part = Part(gate if of_gate is None else q, q_rows, of_gate)
             self.gate = PackedLinear([part], h, settings.qkv_bias and of_gate is not None)
         self.o = PackedLinear([Part(o, h)], q_rows, settings.o_bias)
-        weighted = settings.qk_norm == "weighted"
-        self.q_norm, self.k_norm = (NormWeight(name, d, centered) if weighted else None for name in (q_norm, k_norm))
+        self.q_norm: NormWeight | None = None
+        self.k_norm: NormWeight | None = None
+        if settings.qk_norm not in (None, "plain"):
+            sizes = (q_rows, kv_rows) if settings.qk_norm == "weighted_all" else (d, d)
+            self.q_norm, self.k_norm = (NormWeight(*of, centered) for of in zip((q_norm, k_norm), sizes, strict=True))
         self.post_norm = NormWeight(post_norm, h, centered) if post_norm else None
         self.post_norm_eps = config.rms_norm_eps if post_norm_eps is None else post_norm_eps
         self.residual_multiplier = residual_multiplier
@@ -95,15 +100,22 @@ def eager(layer: Attention) -> Forward:
     norm, qkv, gate, o, post_norm = layer.norm, layer.qkv, layer.gate, layer.o, layer.post_norm
     q_norm, k_norm, multiplier, window = layer.q_norm, layer.k_norm, layer.residual_multiplier, settings.window
 
+    def normalized(qk: Tensor) -> Tensor:
+        """The heads of q and k [T, Nq + Nkv, D], each with its norm, or all of q and all of k with one."""
+        q, k = (part.flatten(1) if settings.qk_norm == "weighted_all" else part for part in qk.split((nq, nkv), 1))
+        q = reference.rms_norm(q, None if q_norm is None else q_norm.weight, eps)
+        k = reference.rms_norm(k, None if k_norm is None else k_norm.weight, eps)
+        return torch.cat((q.view(-1, nq, d), k.view(-1, nkv, d)), 1)
+
     def forward(x: Tensor, batch: Batch, kv: LayerKV) -> Tensor:
         h = reference.rms_norm(x, norm.weight, eps)
         heads = reference.linear(h, qkv.weight, qkv.bias, qkv.scale).view(-1, nq + 2 * nkv, d)
         qk, v = heads[:, : nq + nkv], heads[:, nq + nkv :]
-        if settings.qk_norm is not None:
-            q = reference.rms_norm(qk[:, :nq], None if q_norm is None else q_norm.weight, eps)
-            k = reference.rms_norm(qk[:, nq:], None if k_norm is None else k_norm.weight, eps)
-            qk = torch.cat((q, k), dim=1)
+        if settings.qk_norm in ("weighted", "plain", "weighted_all"):
+            qk = normalized(qk)
         qk = reference.rope(qk, None if layer.cos_sin is None else layer.cos_sin[batch.positions])
+        if settings.qk_norm == "weighted_after_rope":
+            qk = normalized(qk)
         scales = None if layer.query_scales is None else layer.query_scales[batch.positions]
         q, k = reference.rope(qk[:, :nq], None, scales), qk[:, nq:]
         tables = batch.tables(window)
@@ -126,6 +138,9 @@ def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
     settings = layer.settings if isinstance(layer, Attention) else layer.config.attention()
     if settings.window is not None:
         return "its kernels have no sliding window"
+    if settings.qk_norm in ("weighted_all", "weighted_after_rope"):
+        what = "after rotary embedding" if settings.qk_norm == "weighted_after_rope" else "over all heads"
+        return f"its kernels have no QK-norm {what}"
     if settings.head_dim not in HEAD_DIMS:
         return f"head_dim {settings.head_dim} is none of {', '.join(map(str, HEAD_DIMS))}"
     if (group := settings.num_heads // settings.num_kv_heads) > MAX_GROUP:

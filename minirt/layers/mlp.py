@@ -9,7 +9,7 @@ from torch import Tensor
 from minirt.kernels import reference
 from minirt.layers.base import Forward, Layer, LinearOp, checkpoint_names, register, triton_unsupported
 from minirt.modeling.config import ModelConfig
-from minirt.modeling.parameters import NormWeight, PackedLinear, Part
+from minirt.modeling.parameters import NormWeight, PackedLinear, Part, stacked
 from minirt.step.batch import Batch
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class MLP(Layer):
         self.post_norm = NormWeight(post_norm, h, config.zero_centered_norms) if post_norm else None
         self.post_norm_eps = config.rms_norm_eps if post_norm_eps is None else post_norm_eps
         self.residual_multiplier = residual_multiplier
-        self.gate_up = PackedLinear([Part(gate, i), Part(up, i)], h, config.mlp_bias)
+        self.gate_up = PackedLinear(stacked(Part(gate, i), Part(up, i)), h, config.mlp_bias)
         self.down = PackedLinear([Part(down, h)], i, config.mlp_bias)
         self.inner = "neurons", i
 

@@ -29,6 +29,7 @@ MROPE_KEYS = frozenset({"mrope_section", "mrope_interleaved"})
 _REVERSED = "the two bounds are reversed"
 # Keys of other runtimes' formulas, with the value that changes nothing.
 _ROPE_NEUTRAL = {"factor": 1, "attn_factor": 1, "extrapolation_factor": 1, "llama_4_scaling_beta": 0}
+QK_NORMS = ("weighted", "plain", "weighted_all", "weighted_after_rope")
 MAX_HEAD_DIM, MAX_VOCAB, MAX_POSITIONS = 1024, 4 << 20, 16 << 20
 # Names of fields → their least and greatest values. The bounds lie far above any existing model: a damaged file gives an error
 # instead of a huge allocation. Null, where a field may be null, is no value.
@@ -45,7 +46,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "mscale mscale_all_dim llama_4_scaling_beta": (0, 1e6),
     "attention_factor beta_fast beta_slow low_freq_factor high_freq_factor short_factor long_factor": (1e-6, 1e6),
     "partial_rotary_factor no_rope_layers": (0, 1),
-    "embedding_multiplier residual_multiplier attention_multiplier logits_scaling": (1e-6, 1e6),
+    "embedding_multiplier residual_multiplier attention_multiplier logits_scaling alpha": (1e-6, 1e6),
 }  # fmt: skip
 BOUNDS = {name: bounds for names, bounds in _BOUNDS.items() for name in names.split()}
 
@@ -89,6 +90,7 @@ class AttentionSettings:
         scale: factor of the scores, positive.
         qkv_bias, o_bias: whether q, k and v, and the output projection have biases.
         qk_norm: RMSNorm of each head of q and k, before the rotation: "weighted", or "plain", without weights; None: none.
+            "weighted_all": of all heads of q together, and of k; "weighted_after_rope": of each head, after the rotation.
         gate: the output of attention is multiplied by sigmoid(gate) of the same shape. "q_proj": q_proj has twice the rows, for
             each head those of q, then those of the gate; "gate_proj": a separate linear; None: there is no gate.
         window: a token sees itself and at most window − 1 tokens before it (sliding-window attention, Beltagy et al. 2020); None:
@@ -108,7 +110,7 @@ class AttentionSettings:
 
     def __post_init__(self) -> None:
         for name, usable, expected in (
-            ("qk_norm", self.qk_norm in (None, "weighted", "plain"), "None or weighted or plain"),
+            ("qk_norm", self.qk_norm in (None, *QK_NORMS), f"None or {' or '.join(QK_NORMS)}"),
             ("gate", self.gate in (None, "q_proj", "gate_proj"), "None or q_proj or gate_proj"),
             ("scale", 0 < self.scale < math.inf, "a finite number above 0"),
             ("window", self.window is None or self.window >= 1, "1 token or more, or None"),
@@ -202,6 +204,7 @@ class ModelConfig:
     no_rope_layers: frozenset[int] = frozenset()  # layers without rotary embedding
     attention_gate: str | None = None  # see `AttentionSettings.gate`
     zero_centered_norms: bool = False  # the checkpoint stores norm weights minus 1
+    post_norm_eps: float | None = None  # see `MLP`; None: rms_norm_eps
     attention_scale: float | None = None  # see `AttentionSettings.scale`; None: head_dim^(-1/2)
     residual_multiplier: float = 1.0  # see `MLP`
     embedding_multiplier: float = 1.0  # see `Embedding`

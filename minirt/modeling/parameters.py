@@ -6,7 +6,7 @@ are in one place.
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import gcd
 
@@ -57,6 +57,17 @@ class Part:
     def stored_rows(self) -> int:
         """Rows of the checkpoint's linear."""
         return self.rows if self.of is None else self.rows // self.of.blocks[self.of.index] * sum(self.of.blocks)
+
+
+def stacked(*parts: Part) -> list[Part]:
+    """The parts of a packed linear. Those with one name are one linear of the checkpoint, which has their rows in this order."""
+    together = {part.name: tuple(each.rows for each in parts if each.name == part.name) for part in parts}
+    seen, placed = dict.fromkeys(together, 0), list[Part]()
+    for part in parts:
+        blocks, index = together[part.name], seen[part.name]
+        placed.append(part if len(blocks) == 1 else replace(part, of=Interleaved(blocks, index)))
+        seen[part.name] += 1
+    return placed
 
 
 class Parameter(ABC):

@@ -39,6 +39,7 @@ OWN = {
     "factors of q": SCALED_Q, "scale": {"scale": 0.31}, "window of 1": {"window": 1}, "window of 5": {"window": 5},
     "window over a page's end": {"window": 66}, "wide window": {"window": 1000}, "QK-norm": {"qk_norm": "weighted"},
     "QK-norm without weights": {"qk_norm": "plain", **PARTIAL}, "gate": GATE,
+    "QK-norm after rope": {"qk_norm": "weighted_after_rope"}, "QK-norm over all heads": {"qk_norm": "weighted_all"},
     "gate in q_proj": {"gate": "q_proj", "qkv_bias": True}, "post norm": {"post_norm": "post"},
     "factor": {"residual_multiplier": 0.22},
     "all": {"window": 7, "scale": 0.31, "qk_norm": "weighted", "gate": "q_proj", "post_norm": "post", **PARTIAL},
@@ -90,8 +91,15 @@ def truth(layer, w, x):
     gate = linear("gate").view(len(x), nq, d) if layer.gate == "gate_proj" else None
     if layer.gate == "q_proj":  # the rows of a head are those of q, then those of the gate
         q, gate = linear("q").view(len(x), nq, 2 * d).chunk(2, -1)
-    if layer.qk_norm is not None:
-        q, k = normalized(q, w.get("self.q_norm.weight"), EPS), normalized(k, w.get("self.k_norm.weight"), EPS)
+
+
+    def qk_norm(*heads):
+        weights = (w.get(f"self.{name}_norm.weight") for name in "qk")
+        flat = [x.flatten(1) if layer.qk_norm == "weighted_all" else x for x in heads]
+        return (normalized(x, weight, EPS).view(len(x), -1, d) for x, weight in zip(flat, weights, strict=True))
+
+    if layer.qk_norm not in (None, "weighted_after_rope"):
+        q, k = qk_norm(q, k)
     if rope is not None:
         r = int(d * rope.partial_rotary_factor)
         angles = torch.arange(len(x)).double()[:, None] * rope.theta ** (-torch.arange(0, r, 2).double() / r) / rope.factor
@@ -105,6 +113,8 @@ def truth(layer, w, x):
         if rope.query_scaling_beta:
             chunks = torch.tensor([t // rope.original_max_position for t in range(len(x))]).double()
             q = q * (1 + rope.query_scaling_beta * (1 + chunks).log())[:, None, None]
+    if layer.qk_norm == "weighted_after_rope":
+        q, k = qk_norm(q, k)
     a = torch.empty(len(x), nq, d, dtype=torch.float64)
     for i in range(nq):
         for t in range(len(x)):

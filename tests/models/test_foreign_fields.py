@@ -39,6 +39,7 @@ OWN = {
     "qwen3_5": OF_QWEN3_5, "qwen3_5_text": OF_QWEN3_5, "qwen3_5_moe": OF_QWEN3_5 | OF_SHARED,
     "qwen3_5_moe_text": OF_QWEN3_5 | OF_SHARED, "qwen3_next": OF_QWEN3_5 - {"text_config"} | OF_SHARED,
     "qwen2_moe": OF_SHARED, "qwen3_moe": OF_MIXTURES, "smollm3": {"no_rope_layers", "no_rope_layer_interval"},
+    "hunyuan_v1_dense": {"cla_share_factor"},
     "granite": {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"},
 }  # fmt: skip
 

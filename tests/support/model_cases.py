@@ -64,6 +64,17 @@ CASES = {
     "llama with longrope": ("Llama", "ForCausalLM", TEXT | {"rope_parameters": LONG}),
     "granite": ("Granite", "ForCausalLM", TEXT | FACTORS | {"attention_bias": True, "mlp_bias": True}),
     "granite, tied": ("Granite", "ForCausalLM", TEXT | FACTORS | {"tie_word_embeddings": True}),
+    "phi3": ("Phi3", "ForCausalLM", TEXT | {"sliding_window": 33, "tie_word_embeddings": True}),
+    "phi3 with longrope": ("Phi3", "ForCausalLM", TEXT | {
+        "head_dim": 16, "original_max_position_embeddings": 64, "rope_parameters": LONG | {
+            "partial_rotary_factor": 0.75, "short_factor": LONG["short_factor"][:6], "long_factor": LONG["long_factor"][:6],
+        },
+    }),
+    "seed_oss": ("SeedOss", "ForCausalLM", TEXT | {"head_dim": 12, "attention_out_bias": True, "mlp_bias": True}),
+    "hunyuan": ("HunYuanDenseV1", "ForCausalLM", TEXT | {"attention_bias": True, "rope_parameters": LINEAR}),
+    "hunyuan with alpha": ("HunYuanDenseV1", "ForCausalLM", TEXT | {
+        "tie_word_embeddings": True, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 30.0, "factor": 1.0},
+    }),
     "mistral with a window": ("Mistral", "ForCausalLM", TEXT | {"sliding_window": 17}),
     "qwen2 with windows": ("Qwen2", "ForCausalLM", TEXT | {
         "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2,
