@@ -27,7 +27,10 @@ def layers(config: ModelConfig) -> "list[Layer]":
 
 
 def _static_rope(fields: Fields) -> Fields:
-    """The type dynamic with a fixed `alpha` is default rope with theta · alpha^(D / (D − 2)), whatever the length and its other keys."""
+    """The type dynamic with a fixed `alpha` is default rope with theta · alpha^(D / (D − 2)), whatever the length.
+
+    Its other keys enter no formula.
+    """
     changed = dict(fields.raw)
     for name in ("rope_scaling", "rope_parameters"):
         rope = fields.nested(name)

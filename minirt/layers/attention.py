@@ -26,7 +26,7 @@ class Attention(Layer):
     has, `settings` say.
 
     Args:
-        norm: checkpoint name of the norm of the layer's input.
+        norm: checkpoint name of the norm of the layer's input; None: there is none.
         prefix: checkpoint prefix of the parts `q_proj`, `k_proj`, `v_proj`, `o_proj` and, if `settings` have them, `q_norm`,
             `k_norm` and `gate_proj`. `names`: the names of parts that a checkpoint calls differently ({"o_proj": "dense"}).
             Q, K and V with one name are one linear, which has their rows in this order.
@@ -41,7 +41,7 @@ class Attention(Layer):
     kernel_tables = ("attention.dispatch", "attention.rope_write")
 
     def __init__(
-        self, config: ModelConfig, *, name: str, norm: str, prefix: str, settings: AttentionSettings | None = None,
+        self, config: ModelConfig, *, name: str, norm: str | None, prefix: str, settings: AttentionSettings | None = None,
         post_norm: str | None = None, post_norm_eps: float | None = None, residual_multiplier: float = 1.0,
         names: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
@@ -52,7 +52,7 @@ class Attention(Layer):
         q, k, v, o, gate, q_norm, k_norm = checkpoint_names(prefix, "q_proj k_proj v_proj o_proj gate_proj q_norm k_norm", names)
         self.ropes = () if settings.rope is None else ((settings.rope, settings.rotary_dim),)
         self.cache_spec, self.inner = PagesSpec(settings.num_kv_heads, d, settings.window), ("heads", q_rows)
-        self.norm = NormWeight(norm, h, centered)
+        self.norm = NormWeight(norm, h, centered) if norm else None
         of_q, of_gate = (Interleaved((d, d), i) if settings.gate == "q_proj" else None for i in range(2))
         parts = stacked(Part(q, q_rows, of_q), Part(k, kv_rows), Part(v, kv_rows))
         self.qkv = PackedLinear(parts, h, settings.qkv_bias)
@@ -108,7 +108,7 @@ def eager(layer: Attention) -> Forward:
         return torch.cat((q.view(-1, nq, d), k.view(-1, nkv, d)), 1)
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV) -> Tensor:
-        h = reference.rms_norm(x, norm.weight, eps)
+        h = x if norm is None else reference.rms_norm(x, norm.weight, eps)
         heads = reference.linear(h, qkv.weight, qkv.bias, qkv.scale).view(-1, nq + 2 * nkv, d)
         qk, v = heads[:, : nq + nkv], heads[:, nq + nkv :]
         if settings.qk_norm in ("weighted", "plain", "weighted_all"):
@@ -136,8 +136,6 @@ def eager(layer: Attention) -> Forward:
 
 def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
     settings = layer.settings if isinstance(layer, Attention) else layer.config.attention()
-    if settings.window is not None:
-        return "its kernels have no sliding window"
     if settings.qk_norm in ("weighted_all", "weighted_after_rope"):
         what = "after rotary embedding" if settings.qk_norm == "weighted_after_rope" else "over all heads"
         return f"its kernels have no QK-norm {what}"
@@ -171,13 +169,14 @@ def triton(layer: Attention) -> Forward:
     def forward(x: Tensor, batch: Batch, kv: LayerKV) -> Tensor:
         q_norm = layer.q_norm.weight if layer.q_norm else None
         k_norm = layer.k_norm.weight if layer.k_norm else None
+        norm_weight = norm.weight if norm else None
         qkv = norm_linear(
-            x, norm.weight, eps, linear.weight, linear.bias, scale=linear.scale, workspace=workspace, pdl=pdl, check=False
+            x, norm_weight, eps, linear.weight, linear.bias, scale=linear.scale, workspace=workspace, pdl=pdl, check=False
         )
         gate = None
         if gating is not None:
             gate = norm_linear(
-                x, norm.weight, eps, gating.weight, gating.bias, scale=gating.scale, workspace=workspace, pdl=pdl, check=False
+                x, norm_weight, eps, gating.weight, gating.bias, scale=gating.scale, workspace=workspace, pdl=pdl, check=False
             ).view(-1, nq, d)
         query_starts = None if batch.max_query_len == 1 else batch.query_starts_device
         tables = batch.tables(window)

@@ -22,7 +22,7 @@ class MLP(Layer):
     Gate and up are packed into one matrix, gate first.
 
     Args:
-        norm: checkpoint name of the norm of the layer's input.
+        norm: checkpoint name of the norm of the layer's input; None: there is none.
         prefix: checkpoint prefix of the parts `gate_proj`, `up_proj` and `down_proj`. `names`: see `Attention`.
         post_norm: checkpoint name of a norm of what is added to x (a sandwich norm); None: there is none.
         post_norm_eps: its eps; None: that of the config.
@@ -32,13 +32,13 @@ class MLP(Layer):
     kind = "mlp"
 
     def __init__(
-        self, config: ModelConfig, *, name: str, norm: str, prefix: str, post_norm: str | None = None,
+        self, config: ModelConfig, *, name: str, norm: str | None, prefix: str, post_norm: str | None = None,
         post_norm_eps: float | None = None, residual_multiplier: float = 1.0, names: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(config, name)
         h, i = config.hidden_size, config.intermediate_size
         gate, up, down = checkpoint_names(prefix, "gate_proj up_proj down_proj", names)
-        self.norm = NormWeight(norm, h, config.zero_centered_norms)
+        self.norm = NormWeight(norm, h, config.zero_centered_norms) if norm else None
         self.post_norm = NormWeight(post_norm, h, config.zero_centered_norms) if post_norm else None
         self.post_norm_eps = config.rms_norm_eps if post_norm_eps is None else post_norm_eps
         self.residual_multiplier = residual_multiplier
@@ -57,7 +57,7 @@ def eager(layer: MLP) -> Forward:
     norm, gate_up, down, post_norm, post_norm_eps = layer.norm, layer.gate_up, layer.down, layer.post_norm, layer.post_norm_eps
 
     def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
-        h = reference.rms_norm(x, norm.weight, eps)
+        h = x if norm is None else reference.rms_norm(x, norm.weight, eps)
         h = layer.hooked(reference.gated(reference.linear(h, gate_up.weight, gate_up.bias, gate_up.scale), activation), batch)
         y = reference.linear(h, down.weight, down.bias, down.scale)
         y = y if post_norm is None else reference.rms_norm(y, post_norm.weight, post_norm_eps)
@@ -91,8 +91,8 @@ def triton(layer: MLP) -> Forward:
 
     def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
         h = norm_gate_up(
-            x, norm.weight, eps, gate_up.weight, activation, bias=gate_up.bias, scale=gate_up.scale, workspace=workspace,
-            pdl=pdl, check=False,
+            x, norm.weight if norm else None, eps, gate_up.weight, activation, bias=gate_up.bias, scale=gate_up.scale,
+            workspace=workspace, pdl=pdl, check=False,
         )  # fmt: skip
         h = layer.hooked(h, batch)
         if residual_product:

@@ -201,6 +201,7 @@ class ModelConfig:
     moe: MoEConfig | None = None  # None: every MLP is dense
     sliding_window: int | None = None  # of the `window_layers`: see `AttentionSettings.window`; None: no layer has one
     window_layers: frozenset[int] = frozenset()
+    window_rope: RopeConfig | None = None  # that of `window_layers`; None: `rope`
     no_rope_layers: frozenset[int] = frozenset()  # layers without rotary embedding
     attention_gate: str | None = None  # see `AttentionSettings.gate`
     zero_centered_norms: bool = False  # the checkpoint stores norm weights minus 1
@@ -215,8 +216,9 @@ class ModelConfig:
 
     def attention(self, layer: int | None = None) -> AttentionSettings:
         """The settings of a layer's attention; None: those of layers with rotary embedding and without a window."""
+        rope = self.window_rope if self.window_rope and layer in self.window_layers else self.rope
         return AttentionSettings(
-            self.num_heads, self.num_kv_heads, self.head_dim, None if layer in self.no_rope_layers else self.rope,
+            self.num_heads, self.num_kv_heads, self.head_dim, None if layer in self.no_rope_layers else rope,
             self.attention_scale or self.head_dim**-0.5, self.qkv_bias, self.o_bias,
             "weighted" if self.qk_norm else None, self.attention_gate,
             self.sliding_window if layer in self.window_layers else None,

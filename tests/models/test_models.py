@@ -48,6 +48,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_next", {"decoder_sparse_step": 2, "attention_bias": True}), ("mistral", {}),
     ("smollm3", {"attention_bias": True, "pad_token_id": 0}), ("ministral3", {"tie_word_embeddings": True}),
     ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}), ("hunyuan_v1_dense", {"attention_bias": True}),
+    ("olmo3", {"attention_bias": True, "sliding_window": 9}), ("exaone4", {"sliding_window": 9}),
     ("phi3", {"head_dim": 10, "pad_token_id": 0}), ("granite", {"mlp_bias": True, "attention_bias": True}),
     ("granite", {"tie_word_embeddings": True}),
     ("qwen2_moe", {}), ("qwen2_moe", {"mlp_only_layers": [0], "qkv_bias": False}),
@@ -115,7 +116,10 @@ PUBLISHED = {
     "SmolLM2-135M": (0.1345, None), "SmolLM2-360M": (0.3618, None), "SmolLM2-1.7B": (1.711, None), "SmolLM3-3B": (3.075, None),
     "Ministral-3-8B": (8.49, None),  # 8.4 on the card, and the vision encoder's 0.4 apart
     "Mistral-7B": (7.248, None), "Granite-4.1-3B": (3.40, None), "Granite-4.1-8B": (8.38, None), "Granite-4.1-30B": (28.87, None),
-    "Seed-OSS-36B": (36.15, None), "Phi-3-mini-4k": (3.82, None), "Phi-3-medium-4k": (13.96, None), "Phi-4": (14.66, None),
+    "Seed-OSS-36B": (36.15, None),
+    "Olmo-3-7B": (7.30, None), "Olmo-3-32B": (32.23, None),
+    "EXAONE-4.0-32B": (32.0, 30.95), "EXAONE-4.0-1.2B": (1.28, 1.07),
+    "Phi-3-mini-4k": (3.82, None), "Phi-3-medium-4k": (13.96, None), "Phi-4": (14.66, None),
 }  # fmt: skip
 
 
@@ -169,7 +173,7 @@ def test_presets_are_distinct_and_complete() -> None:
     """Catches a preset that hides another one, lacks a column, or has no published size."""
     assert {entry.name.removesuffix("-Instruct").removesuffix("-FP8") for entry in presets()} == set(PUBLISHED)
     names = [entry.name.lower() for entry in presets()]
-    assert len(set(names)) == len(names) == 70
+    assert len(set(names)) == len(names) == 74
     assert {entry.name for entry in presets() if entry.quantization} == {f"{name}-FP8" for name in preset_table()["fp8_releases"]}
     for name, _, raw in raw_configs():
         assert set(preset_table()["columns"]) <= set(raw), name

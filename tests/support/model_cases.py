@@ -75,6 +75,17 @@ CASES = {
     "hunyuan with alpha": ("HunYuanDenseV1", "ForCausalLM", TEXT | {
         "tie_word_embeddings": True, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 30.0, "factor": 1.0},
     }),
+    "olmo3": ("Olmo3", "ForCausalLM", TEXT | {"sliding_window": 33, "attention_bias": True, "rope_parameters": {
+        FULL: {name: value for name, value in YARN.items() if name not in ("llama_4_scaling_beta", "max_position_embeddings")},
+        SLIDING: {"rope_type": "default", "rope_theta": 777.0},
+    }}),
+    "olmo3, listed": ("Olmo3", "ForCausalLM", TEXT | {
+        "sliding_window": 64, "tie_word_embeddings": True, "layer_types": [SLIDING, SLIDING, FULL, FULL, SLIDING],
+    }),
+    "exaone4": ("Exaone4", "ForCausalLM", TEXT | {"sliding_window": 17, "sliding_window_pattern": 3, "rope_parameters": LINEAR}),
+    "exaone4 without windows": ("Exaone4", "ForCausalLM", TEXT | {
+        "sliding_window": None, "layer_types": [FULL] * 5, "tie_word_embeddings": True,
+    }),
     "mistral with a window": ("Mistral", "ForCausalLM", TEXT | {"sliding_window": 17}),
     "qwen2 with windows": ("Qwen2", "ForCausalLM", TEXT | {
         "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2,
