@@ -234,7 +234,8 @@ def rope_paged_attention_decode(
     rope = Rope(cos_sin, q_norm, k_norm, eps)
     a = AttentionInput(
         qkv, KVPages(k_pages, v_pages, k_scales, v_scales), Sequences(block_tables, seq_lens, split_starts),
-        Scores(scale, window), out, rope, workspace=workspace, max_splits=max_splits, max_seq_len=max_seq_len, split=split, pdl=pdl,
+        Scores(scale, window), out, rope, workspace=workspace, max_splits=max_splits, max_seq_len=max_seq_len, split=split,
+        pdl=pdl,
     )  # fmt: skip
     if check:
         check_decode(a, Nq)
