@@ -53,18 +53,18 @@ def _decode_few_kernel(q_ptr, pages, sequences, results, scores, B, table_width,
         start = tl.load(sequences.query_starts + b)
         new = tl.load(sequences.query_starts + b + 1) - start
         begin = split * C.SPLIT
+        end = tl.where(new > 0, tl.minimum(begin + C.SPLIT, length), begin)
+        inside = row < new * C.GROUP
+        stored = existing(inside[:, None], d, C.D)
+        first_value = start.to(tl.int64) * (C.NQ * C.D)
+        at = (query * C.NQ + head)[:, None] * C.D + d
+        q = prepare(tl.load(q_ptr + first_value + at, mask=stored, other=0.0), FP8)
         row_limit = length - new + query + 1
         first_token, first_end, oldest, row_oldest = begin, C.SPLIT, None, None
         if scores.window is not None:
             oldest, row_oldest = oldest_seen(length, new, scores.window), row_limit - scores.window
             first_token = tl.maximum(begin, oldest // C.BLOCK_N * C.BLOCK_N)
             first_end = (oldest // C.SPLIT + 1) * C.SPLIT
-        end = tl.where(new > 0, tl.minimum(begin + C.SPLIT, length), first_token)
-        inside = row < new * C.GROUP
-        stored = existing(inside[:, None], d, C.D)
-        first_value = start.to(tl.int64) * (C.NQ * C.D)
-        at = (query * C.NQ + head)[:, None] * C.D + d
-        q = prepare(tl.load(q_ptr + first_value + at, mask=stored, other=0.0), FP8)
         # In a sequence's last split, the first of its new tokens may see nothing. They get a token, since the online softmax of
         # no tokens is NaN, and their result is dropped.
         sees = row_limit > begin

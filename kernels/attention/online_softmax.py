@@ -95,6 +95,15 @@ def oldest_seen(length, new, window):
 
 
 @triton.jit
+def _loaded(t, limit, oldest):
+    """Which of the tokens t are before `limit` and, if it is given, not before `oldest`."""
+    if oldest is None:
+        return t < limit
+    else:
+        return (t < limit) & (t >= oldest)
+
+
+@triton.jit
 def _base(row_max, row_oldest):
     """The numbers to subtract from scores: the row maxima or, if a window may hide all of a row so far, 0 in place of −inf."""
     if row_oldest is None:
@@ -242,11 +251,9 @@ def attend(q, state, pages, base, slot, t, limit, row_limit, scores, C, MASKED: 
     that the largest is at most 2^15, which keeps their precision in fp16.
     """
     row_max, total, acc = state
-    loaded = t < limit
+    inside = _loaded(t, limit, oldest)[:, None]
     if row_oldest is not None:
-        loaded = loaded & (t >= oldest)
         row_oldest = row_oldest[:, None]
-    inside = loaded[:, None]
     if pages.k_scale is None:
         d = tl.arange(0, C.BLOCK_D)[None, :]
         at = slot[:, None] * (C.NKV * C.D) + d
@@ -270,8 +277,8 @@ def attend(q, state, pages, base, slot, t, limit, row_limit, scores, C, MASKED: 
         k_ptr = pages.k + base * (C.D // 2)
         v_ptr = pages.v + base * (C.D // 2)
         k = _load_rows(k_ptr + at, inside, d, C.D // 2, MASKED)
-        k_factor = tl.load(pages.k_scale + base + slot * C.NKV, mask=loaded, other=1.0) * scores.scale
-        v_scale = tl.load(pages.v_scale + base + slot * C.NKV, mask=loaded, other=1.0)
+        k_factor = tl.load(pages.k_scale + base + slot * C.NKV, mask=_loaded(t, limit, oldest), other=1.0) * scores.scale
+        v_scale = tl.load(pages.v_scale + base + slot * C.NKV, mask=_loaded(t, limit, oldest), other=1.0)
         exponent, per_scale = log2(v_scale), inverse(v_scale)
         if q[0].shape[0] > 16:
             k_factor, exponent, per_scale = _settle(k_factor), _settle(exponent), _settle(per_scale)

@@ -27,11 +27,12 @@ def _widen_kernel(pages, sequences, wide, wide_tables_ptr, window, B, table_widt
     """One KV head of every n-th page, for n programs per head. A page is copied whole, also past the end of its sequence."""
     kv_head = tl.program_id(0) % C.NKV
     new, lens = lengths(sequences, B, C.BLOCK_B)
+    left = (new > 0) & is_left(new, lens, C, window)
     counts = (lens + C.PAGE_SIZE - 1) // C.PAGE_SIZE
     if window is not None:
         unseen = oldest_seen(lens, new, window) // C.PAGE_SIZE  # pages before the first one that a new token sees
         counts -= unseen
-    ends = tl.cumsum(tl.where((new > 0) & is_left(new, lens, C, window), counts, 0), 0)
+    ends = tl.cumsum(tl.where(left, counts, 0), 0)
     d = tl.arange(0, C.BLOCK_D)[None, :]
     for page in range(tl.program_id(0) // C.NKV, tl.max(ends, 0), tl.num_programs(0) // C.NKV):
         before = ends <= page
