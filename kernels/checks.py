@@ -79,7 +79,7 @@ def checker(operation: str) -> Callable[[Values], dict[str, int]]:
 def tensor_checker(declaration: Declaration) -> Callable[[Values], dict[str, int]]:
     """The check of what the text of a declaration says. It returns the sizes of the axes."""
     tensors = [_compiled(argument) for argument in declaration.tensors]
-    numbers = [argument.name for argument in declaration.arguments if argument.type == "int"]
+    numbers = [argument.name for argument in declaration.arguments if argument.type == "int" and not argument.optional]
     pairs = [(argument.name, argument.together) for argument in declaration.arguments if argument.together]
     has_activation = any(argument.type == "activation" for argument in declaration.arguments)
     first, makes_fp8 = declaration.first, any(result.type == "fp8" for result in declaration.results)

@@ -108,7 +108,8 @@ class Declaration:
                 arguments.append("*")
             kind = argument.type.replace("activation", "str")
             if argument.axes is not None:
-                kind = ("Tensor" + (f"({next(letters)}!)" if argument.written else "")) + "?" * argument.optional
+                kind = "Tensor" + (f"({next(letters)}!)" if argument.written else "")
+            kind += "?" * argument.optional
             arguments.append(f"{kind} {argument.name}" + (f"={argument.default}" if argument.default else ""))
         results = ", ".join("Tensor" for _ in self.results)
         return f"({', '.join(arguments)}) -> " + (results if len(self.results) == 1 else f"({results})")

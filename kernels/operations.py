@@ -96,6 +96,7 @@ _PAGES = (
 )
 _SCALES = "k_scales?: [P, page_size, Nkv] fp32 together with v_scales = None, v_scales?: [P, page_size, Nkv] fp32 = None"
 _WRITTEN_SCALES = _SCALES.replace("?:", "?!:")
+_WINDOW = "window?: int = None"
 _QK_NORM = "q_norm?: [D] of qkv = None, k_norm?: [D] of qkv = None, eps: float = 1e-6"
 _NORMED = "x: [T, K] activations, norm_weight?: [K: norm] of x, eps: float"
 _BIAS = "bias?: [N] of x = None, scale?: [...] any dtype = None"
@@ -163,13 +164,13 @@ OPERATIONS = {
         Operation(
             "attention.dispatch:paged_attention_prefill", what="causal attention of new tokens on KV pages",
             arguments=f"q: [T, Nq, D: head] activations, {_PAGES}, query_starts: [B + 1] int32, seq_lens: [B] int32, "
-            f"scale: float, *, {_SCALES} -> out: [T, Nq, D] of q",
+            f"scale: float, *, {_SCALES}, {_WINDOW} -> out: [T, Nq, D] of q",
             check="attention.checks:check_settings", cost=_PAGED, cases="attention.prefill:CASES", launch="ops:zeros",
         ),
         Operation(
             "attention.dispatch:paged_attention_decode", what="attention of one new token per sequence on KV pages",
-            arguments=f"q: [B, Nq, D: head] activations, {_PAGES}, seq_lens: [B] int32, scale: float, *, {_SCALES} "
-            "-> out: [B, Nq, D] of q",
+            arguments=f"q: [B, Nq, D: head] activations, {_PAGES}, seq_lens: [B] int32, scale: float, *, {_SCALES}, "
+            f"{_WINDOW} -> out: [B, Nq, D] of q",
             check="attention.checks:check_settings", cost=_PAGED, cases="attention.decode:CASES", launch="ops:splits",
         ),
         Operation(
@@ -184,7 +185,7 @@ OPERATIONS = {
             arguments="qkv: [B, (Nq + 2 * Nkv) * D] activations rows apart, cos_sin: [L, R] fp32, "
             "k_pages!: [P, page_size: page, Nkv, D: head] of qkv or fp8 with k_scales, "
             "v_pages!: [P, page_size, Nkv, D] of k_pages, block_tables: [B, pages] int32, seq_lens: [B] int32, scale: float, "
-            f"Nq: int, {_QK_NORM}, *, {_WRITTEN_SCALES} -> out: [B, Nq, D] of qkv",
+            f"Nq: int, {_QK_NORM}, *, {_WRITTEN_SCALES}, {_WINDOW} -> out: [B, Nq, D] of qkv",
             check="attention.checks:check_settings", cost=_PAGED, cases="attention.decode:CASES", launch="ops:splits",
         ),
         Operation(

@@ -125,14 +125,17 @@ def zeros(sizes: dict[str, int], q: Tensor, **rest: Any) -> dict[str, Any]:
 
 def splits(
     sizes: dict[str, int], block_tables: Tensor, k_pages: Tensor, seq_lens: Tensor, q: Tensor | None = None,
-    qkv: Tensor | None = None, **rest: Any,
+    qkv: Tensor | None = None, window: int | None = None, **rest: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Of decode kernels. They do not depend on the lengths: a table holds no more tokens than its pages."""
     heads: Any = q if qkv is None else qkv
     out = heads.new_zeros(sizes["B"], sizes["Nq"], sizes["D"])  # rows of padding may not be written
     longest = block_tables.shape[1] * k_pages.shape[1]
     most = seq_lens.shape[0] * cdiv(longest, KV_SPLIT)
-    ends = ((seq_lens + (KV_SPLIT - 1)) // KV_SPLIT).cumsum(0, dtype=torch.int32)
+    counts = (seq_lens + (KV_SPLIT - 1)) // KV_SPLIT
+    if window is not None:
+        counts -= (seq_lens - window).clamp(min=0) // KV_SPLIT  # `first_split` of one new token
+    ends = counts.cumsum(0, dtype=torch.int32)
     return {
         "split_starts": torch.nn.functional.pad(ends, (1, 0)), "max_splits": most, "max_seq_len": longest,
         "workspace": Workspace(out.device, most * out.shape[1] * (out.shape[2] + 2), 0),  # two kernels share it

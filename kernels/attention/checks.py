@@ -39,7 +39,7 @@ def check_attention(a: AttentionInput, raw_queries: int | None = None) -> None:
     pages, rope = a.pages, Rope(None) if a.rope is None or raw_queries is None else a.rope
     values = a.sequences._asdict() | rope._asdict() | {
         "k_pages": pages.k, "v_pages": pages.v, "k_scales": pages.k_scale, "v_scales": pages.v_scale, "scale": a.scores.scale,
-        "out": a.out, "gate": a.gate,
+        "window": a.scores.window, "out": a.out, "gate": a.gate,
     }  # fmt: skip
     if raw_queries is None:
         sizes = _check_heads(values | {"q": a.heads})
@@ -50,11 +50,13 @@ def check_attention(a: AttentionInput, raw_queries: int | None = None) -> None:
 
 def check_settings(
     sizes: dict[str, int], k_pages: Tensor, scale: float, k_scales: Tensor | None = None, cos_sin: Tensor | None = None,
-    **rest: Any,
+    window: int | None = None, **rest: Any,
 ) -> None:  # fmt: skip
-    """What the declarations of attention cannot say: of the scale, query heads, and as in `check_write`."""
+    """What the declarations of attention cannot say: of the scale, the window, query heads, and as in `check_write`."""
     if not scale > 0:
         raise InputError("not positive", where="scale", found=scale)
+    if window is not None and window < 1:
+        raise InputError("not positive", where="window", found=window)
     Nq, Nkv = sizes["Nq"], sizes["Nkv"]
     if Nq % Nkv or Nq // Nkv > MAX_GROUP:
         what = f"a multiple of {Nkv} KV heads, at most {MAX_GROUP} times as many"

@@ -22,12 +22,13 @@ from minirt.kernels.attention.online_softmax import (
     gate_output,
     load_channels,
     no_queries,
+    oldest_seen,
     prepare,
     score,
     split_channels,
     whole,
 )
-from minirt.kernels.attention.operands import FEW_SEQS, AttentionFacts, AttentionInput, decode_lookup_size
+from minirt.kernels.attention.operands import FEW_SEQS, AttentionFacts, AttentionInput, decode_lookup_size, first_split
 from minirt.kernels.compile.tuning import Family
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
 from minirt.kernels.launch import Gpu, cdiv, launch_options, most_registers, sm_count
@@ -124,11 +125,11 @@ def _rotated_heads(heads_ptr, head, kv_head, rope, position, C, PDL: tl.constexp
 
 
 @triton.jit
-def find_work_item(item, sequences, B, table_width, C):
+def find_work_item(item, sequences, scores, B, table_width, C):
     """The sequence of a work item, its length, the number of the split in it, and the pages of the split.
 
     A load that depends on another one takes as long as the attention of a short sequence. So all starts and lengths are loaded at
-    once. With a single sequence, the pages are found without them.
+    once. With a single sequence, the pages are found without them, if there is no window.
     """
     if C.BLOCK_B == 1:
         b, length, split = tl.full((), 0, tl.int64), tl.load(sequences.seq_lens), item
@@ -140,6 +141,11 @@ def find_work_item(item, sequences, B, table_width, C):
         packed = tl.max(tl.where(starts <= item, (index.to(tl.int64) << 32) | lens.to(tl.int64), 0), 0)
         b, length = packed >> 32, packed.to(tl.int32)
         split = item - tl.max(tl.where(starts <= item, starts, 0), 0)
+    if scores.window is not None:
+        new = 1  # in `decode`, which skips sequences with another number
+        if C.QUERIES > 1:
+            new = tl.load(sequences.query_starts + b + 1) - tl.load(sequences.query_starts + b)
+        split += oldest_seen(length, new, scores.window) // C.SPLIT
     PAGES: tl.constexpr = (C.SPLIT + C.PAGE_SIZE - 1) // C.PAGE_SIZE
     place = split * C.SPLIT // C.PAGE_SIZE + tl.arange(0, PAGES)
     numbers = tl.load(sequences.block_tables + b * table_width + place, mask=place < table_width, other=0)
@@ -198,7 +204,7 @@ def _decode_kernel(heads, rope, pages, sequences, results, scores, B, table_widt
     kv_head = tl.program_id(0) % C.NKV
     first_item, programs = tl.program_id(0) // C.NKV, tl.num_programs(0) // C.NKV
     items = tl.load(sequences.split_starts + B)
-    b, length, split, numbers = find_work_item(first_item, sequences, B, table_width, C)
+    b, length, split, numbers = find_work_item(first_item, sequences, scores, B, table_width, C)
     if PDL and not C.RAW:
         tl.extra.cuda.gdc_wait()  # the kernel before may have written the new token's K and V
     row = tl.arange(0, C.BLOCK_M)
@@ -211,20 +217,28 @@ def _decode_kernel(heads, rope, pages, sequences, results, scores, B, table_widt
         row_max, total, acc = blank(C.BLOCK_M, C.BLOCK_D, FP8)
         q = no_queries(C.BLOCK_M, C.BLOCK_D, heads.dtype.element_ty, FP8)
         row_limit = tl.zeros((C.BLOCK_M,), tl.int32) + limit
+        start, first_end, oldest, row_oldest = begin, C.SPLIT, None, None
+        if scores.window is not None:
+            oldest = oldest_seen(length, 1, scores.window)
+            row_oldest = tl.zeros((C.BLOCK_M,), tl.int32) + oldest
+            start = tl.maximum(begin, oldest // C.BLOCK_N * C.BLOCK_N)
+            first_end = (oldest // C.SPLIT + 1) * C.SPLIT
         # Run the loop at least once, even if the new token is the first of its split.
-        end = tl.maximum(tl.minimum(begin + C.SPLIT, limit), begin + 1)
+        end = tl.maximum(tl.minimum(begin + C.SPLIT, limit), start + 1)
         token, stored = b, valid
         if not ALL:
             token = tl.load(sequences.query_starts + b).to(tl.int64)
             single = tl.load(sequences.query_starts + b + 1) == token + 1
-            end = tl.where(single, end, begin)
+            end = tl.where(single, end, start)
             stored = row < tl.where(single, C.GROUP, 0)
         next_b, next_length, next_split, next_numbers = b, length, split, numbers
-        for first in range(begin, end, C.BLOCK_N):
-            if first == begin:
+        for first in range(start, end, C.BLOCK_N):
+            if first == start:
                 # Inside the loop, so that its first loads of K and V are in flight before any wait.
                 if ALL and item + programs < items:
-                    next_b, next_length, next_split, next_numbers = find_work_item(item + programs, sequences, B, table_width, C)
+                    next_b, next_length, next_split, next_numbers = find_work_item(
+                        item + programs, sequences, scores, B, table_width, C
+                    )
                 heads_ptr = heads + token * ROW
                 if C.RAW:
                     turned, k, v = _rotated_heads(heads_ptr, head, kv_head, rope, limit, C, PDL)
@@ -245,9 +259,10 @@ def _decode_kernel(heads, rope, pages, sequences, results, scores, B, table_widt
             base, slot = split_slots(numbers, first, begin, C.PAGE_SIZE, C.BLOCK_N)
             t = first + tl.arange(0, C.BLOCK_N)
             row_max, total, acc = attend(
-                q, (row_max, total, acc), pages, base * C.NKV + kv_head, slot, t, limit, row_limit, scores, C, True
-            )
-        if length <= C.SPLIT:
+                q, (row_max, total, acc), pages, base * C.NKV + kv_head, slot, t, limit, row_limit, scores, C, True,
+                oldest, row_oldest,
+            )  # fmt: skip
+        if length <= first_end:
             inside = existing(stored[:, None], d, C.D)
             out = whole(acc) / tl.where(stored, total, 1.0)[:, None]
             out = gate_output(out, results, token, head[:, None], d, inside).to(results.out.dtype.element_ty)
@@ -259,7 +274,9 @@ def _decode_kernel(heads, rope, pages, sequences, results, scores, B, table_widt
             tl.store(results.row_stats + 2 * part + 1, total, mask=stored)
         if not ALL:  # noqa: SIM102 — compile-time. The loop does not run for a skipped item.
             if item + programs < items:
-                next_b, next_length, next_split, next_numbers = find_work_item(item + programs, sequences, B, table_width, C)
+                next_b, next_length, next_split, next_numbers = find_work_item(
+                    item + programs, sequences, scores, B, table_width, C
+                )
         b, length, split, numbers = next_b, next_length, next_split, next_numbers
     if PDL:
         # Every program waits, even one without a work item (`pdl`, rule 2), and triggers after its last reads.
@@ -282,9 +299,16 @@ def rule(facts: AttentionFacts, gpu: Gpu) -> DecodeConfig:
 FAMILY = Family("decode", DecodeConfig, (__file__,), ("T", "D", "itemsize", "fp8", "split"), rule, tokens=decode_lookup_size)
 
 
-def splits_before(seq_lens: Sequence[int], split: int = KV_SPLIT) -> list[int]:
-    """`split_starts` [B + 1]: for each sequence, the number of splits of the sequences before it; last, that of all splits."""
-    return list(accumulate((cdiv(n, split) for n in seq_lens), initial=0))
+def splits_before(
+    seq_lens: Sequence[int], split: int = KV_SPLIT, window: int | None = None, new: Sequence[int] | None = None
+) -> list[int]:
+    """`split_starts` [B + 1]: for each sequence, the number of splits of the sequences before it; last, that of all splits.
+
+    new: new tokens of each sequence, which matter with a window. None: one each.
+    """
+    new = [1] * len(seq_lens) if new is None else new
+    splits = (cdiv(n, split) - first_split(n, m, window, split) for n, m in zip(seq_lens, new, strict=True))
+    return list(accumulate(splits, initial=0))
 
 
 def workspace_floats(max_splits: int, Nq: int, D: int) -> int:

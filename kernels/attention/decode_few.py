@@ -14,7 +14,7 @@ import triton.language as tl
 
 from minirt.kernels.attention.constants import Constants
 from minirt.kernels.attention.decode import DecodeConfig, find_work_item, split_slots
-from minirt.kernels.attention.online_softmax import attend, blank, existing, fuses, gate_output, prepare, whole
+from minirt.kernels.attention.online_softmax import attend, blank, existing, fuses, gate_output, oldest_seen, prepare, whole
 from minirt.kernels.attention.operands import AttentionFacts, AttentionInput, decode_lookup_size
 from minirt.kernels.compile.tuning import Family
 from minirt.kernels.launch import Gpu, launch_options, most_registers, next_power_of_2, sm_count
@@ -49,7 +49,7 @@ def _decode_few_kernel(q_ptr, pages, sequences, results, scores, B, table_width,
     if PDL:
         tl.extra.cuda.gdc_wait()  # for q, and the new tokens' K and V
     for item in range(first_item, items, programs):
-        b, length, split, numbers = find_work_item(item, sequences, B, table_width, C)
+        b, length, split, numbers = find_work_item(item, sequences, scores, B, table_width, C)
         start = tl.load(sequences.query_starts + b)
         new = tl.load(sequences.query_starts + b + 1) - start
         begin = split * C.SPLIT
@@ -60,18 +60,24 @@ def _decode_few_kernel(q_ptr, pages, sequences, results, scores, B, table_width,
         at = (query * C.NQ + head)[:, None] * C.D + d
         q = prepare(tl.load(q_ptr + first_value + at, mask=stored, other=0.0), FP8)
         row_limit = length - new + query + 1
+        first_token, first_end, oldest, row_oldest = begin, C.SPLIT, None, None
+        if scores.window is not None:
+            oldest, row_oldest = oldest_seen(length, new, scores.window), row_limit - scores.window
+            first_token = tl.maximum(begin, oldest // C.BLOCK_N * C.BLOCK_N)
+            first_end = (oldest // C.SPLIT + 1) * C.SPLIT
         # In a sequence's last split, the first of its new tokens may see nothing. They get a token, since the online softmax of
         # no tokens is NaN, and their result is dropped.
         sees = row_limit > begin
         row_limit = tl.maximum(row_limit, begin + 1)
         row_max, total, acc = blank(C.BLOCK_M, C.BLOCK_D, FP8)
-        for first in range(begin, end, C.BLOCK_N):
+        for first in range(first_token, end, C.BLOCK_N):
             base, slot = split_slots(numbers, first, begin, C.PAGE_SIZE, C.BLOCK_N)
             t = first + tl.arange(0, C.BLOCK_N)
             row_max, total, acc = attend(
-                q, (row_max, total, acc), pages, base * C.NKV + kv_head, slot, t, length, row_limit, scores, C, True
-            )
-        if length <= C.SPLIT:
+                q, (row_max, total, acc), pages, base * C.NKV + kv_head, slot, t, length, row_limit, scores, C, True,
+                oldest, row_oldest,
+            )  # fmt: skip
+        if length <= first_end:
             out = whole(acc) / tl.where(inside, total, 1.0)[:, None]
             out = gate_output(out, results, (start + query).to(tl.int64)[:, None], head[:, None], d, stored)
             tl.store(results.out + first_value + at, out.to(results.out.dtype.element_ty), mask=stored)

@@ -60,6 +60,8 @@ class AttentionRegime(Regime):
         limits = self.limits
         if a.format not in limits.formats or limits.raw is (a.rope is None):
             return False
+        if a.scores.window is not None and not limits.window:
+            return False
         if limits.split is not None and a.split > limits.split:
             return False
         Nq, Nkv, D = a.head_shape
@@ -147,7 +149,7 @@ def paged_attention_decode(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor, split_starts: Tensor,
     max_splits: int, scale: float, workspace: Workspace, out: Tensor | None = None, *,
     query_starts: Tensor | None = None, k_scales: Tensor | None = None, v_scales: Tensor | None = None,
-    split: int = KV_SPLIT, max_seq_len: int | None = None, pdl: bool = False, check: bool = True,
+    split: int = KV_SPLIT, max_seq_len: int | None = None, pdl: bool = False, window: int | None = None, check: bool = True,
 ) -> Tensor:  # fmt: skip
     """Attention of one new token per sequence on all cached tokens of the sequence, itself included: q [B, Nq, D] → [B, Nq, D].
 
@@ -155,7 +157,7 @@ def paged_attention_decode(
         k_pages, v_pages: [P, page_size, Nkv, D], of q's dtype. With k_scales, v_scales [P, page_size, Nkv] fp32: float8_e4m3fn.
         block_tables: [B, pages] int32.
         seq_lens: [B] int32; 0: padding, whose result is 0.
-        split_starts: [B + 1] int32: `decode.splits_before` of the same lengths and split.
+        split_starts: [B + 1] int32: `decode.splits_before` of the same lengths, split and window.
         max_splits: upper bound of split_starts[B]. It sizes the grid and the workspace.
         scale: factor of the scores, positive.
         query_starts: [B + 1] int32. If given, q is [T, Nq, D] and has query_starts[b + 1] - query_starts[b] rows for sequence b.
@@ -164,6 +166,7 @@ def paged_attention_decode(
             batch.
         max_seq_len: upper bound of seq_lens. If it is at most `split`, nothing is combined, and `out` is not written for padding.
         pdl: overlap with the kernel before it in the stream (sm_90 and later). That kernel must not write int32 tensors above.
+        window: a token sees itself and the window − 1 tokens before it. Older ones are not read: their pages may hold anything.
     Raises:
         InputError: tensors do not fit each other. Whether lengths, starts and bounds agree is not checked, because that needs a
             read from the device.
@@ -171,7 +174,7 @@ def paged_attention_decode(
     out = torch.empty_like(q) if out is None else out
     a = AttentionInput(
         q, KVPages(k_pages, v_pages, k_scales, v_scales), Sequences(block_tables, seq_lens, split_starts, query_starts),
-        Scores(scale), out, workspace=workspace, max_splits=max_splits, max_seq_len=max_seq_len, split=split, pdl=pdl,
+        Scores(scale, window), out, workspace=workspace, max_splits=max_splits, max_seq_len=max_seq_len, split=split, pdl=pdl,
     )  # fmt: skip
     if check:
         check_decode(a)
@@ -182,7 +185,7 @@ def paged_attention_decode_few(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, query_starts: Tensor, seq_lens: Tensor,
     split_starts: Tensor, max_splits: int, max_query_len: int, scale: float, workspace: Workspace,
     out: Tensor | None = None, *, k_scales: Tensor | None = None, v_scales: Tensor | None = None, split: int = KV_SPLIT,
-    max_seq_len: int | None = None, pdl: bool = False, check: bool = True,
+    max_seq_len: int | None = None, pdl: bool = False, window: int | None = None, check: bool = True,
 ) -> Tensor:  # fmt: skip
     """Causal attention of up to 8 new tokens of each sequence on all its cached tokens, including the new ones → [T, Nq, D].
 
@@ -200,8 +203,8 @@ def paged_attention_decode_few(
     out = torch.empty_like(q) if out is None else out
     a = AttentionInput(
         q, KVPages(k_pages, v_pages, k_scales, v_scales), Sequences(block_tables, seq_lens, split_starts, query_starts),
-        Scores(scale), out, workspace=workspace, max_splits=max_splits, max_seq_len=max_seq_len, max_query_len=max_query_len,
-        split=split, pdl=pdl,
+        Scores(scale, window), out, workspace=workspace, max_splits=max_splits, max_seq_len=max_seq_len,
+        max_query_len=max_query_len, split=split, pdl=pdl,
     )  # fmt: skip
     if check:
         check_decode_few(a)
@@ -213,7 +216,7 @@ def rope_paged_attention_decode(
     split_starts: Tensor, max_splits: int, scale: float, workspace: Workspace, Nq: int, q_norm: Tensor | None = None,
     k_norm: Tensor | None = None, eps: float = 1e-6, out: Tensor | None = None, *, k_scales: Tensor | None = None,
     v_scales: Tensor | None = None, split: int = KV_SPLIT, max_seq_len: int | None = None, pdl: bool = False,
-    check: bool = True,
+    window: int | None = None, check: bool = True,
 ) -> Tensor:  # fmt: skip
     """`qk_norm_rope_kv_write` and `paged_attention_decode` in one kernel: qkv [B, (Nq + 2·Nkv)·D] → [B, Nq, D].
 
@@ -230,8 +233,9 @@ def rope_paged_attention_decode(
     out = torch.empty(qkv.shape[0], Nq, D, dtype=qkv.dtype, device=qkv.device) if out is None else out
     rope = Rope(cos_sin, q_norm, k_norm, eps)
     a = AttentionInput(
-        qkv, KVPages(k_pages, v_pages, k_scales, v_scales), Sequences(block_tables, seq_lens, split_starts), Scores(scale), out,
-        rope, workspace=workspace, max_splits=max_splits, max_seq_len=max_seq_len, split=split, pdl=pdl,
+        qkv, KVPages(k_pages, v_pages, k_scales, v_scales), Sequences(block_tables, seq_lens, split_starts),
+        Scores(scale, window), out, rope, workspace=workspace, max_splits=max_splits, max_seq_len=max_seq_len, split=split,
+        pdl=pdl,
     )  # fmt: skip
     if check:
         check_decode(a, Nq)
@@ -241,7 +245,8 @@ def rope_paged_attention_decode(
 def paged_attention_prefill(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, query_starts: Tensor, seq_lens: Tensor,
     scale: float, out: Tensor | None = None, *, k_scales: Tensor | None = None, v_scales: Tensor | None = None,
-    shortest: int = 1, workspace: Workspace | None = None, max_splits: int = 0, split: int = KV_SPLIT, check: bool = True,
+    shortest: int = 1, workspace: Workspace | None = None, max_splits: int = 0, split: int = KV_SPLIT,
+    window: int | None = None, check: bool = True,
 ) -> Tensor:  # fmt: skip
     """Causal attention of each sequence's new tokens on all its cached tokens, including the new ones → [T, Nq, D].
 
@@ -261,7 +266,7 @@ def paged_attention_prefill(
     out = torch.empty_like(q) if out is None else out
     a = AttentionInput(
         q, KVPages(k_pages, v_pages, k_scales, v_scales), Sequences(block_tables, seq_lens, query_starts=query_starts),
-        Scores(scale), out, workspace=workspace, max_splits=max_splits, split=split, shortest=shortest,
+        Scores(scale, window), out, workspace=workspace, max_splits=max_splits, split=split, shortest=shortest,
     )  # fmt: skip
     if check:
         check_attention(a)

@@ -77,9 +77,39 @@ def score(products, factor, scores):
 
 
 @triton.jit
-def hide(s, t, row_limit):
-    """Scores s of the tokens t; −inf for tokens from row_limit on, which a row does not see. The arguments broadcast."""
-    return tl.where(t < row_limit, s, float("-inf"))
+def hide(s, t, row_limit, row_oldest=None):
+    """Scores s of the tokens t; −inf for those that a row does not see: from row_limit on, and before row_oldest, if given.
+
+    The arguments broadcast.
+    """
+    seen = t < row_limit
+    if row_oldest is not None:
+        seen = seen & (t >= row_oldest)
+    return tl.where(seen, s, float("-inf"))
+
+
+@triton.jit
+def oldest_seen(length, new, window):
+    """The oldest token that one of the last `new` of `length` tokens sees."""
+    return tl.maximum(length - new - window + 1, 0)
+
+
+@triton.jit
+def _loaded(t, limit, oldest):
+    """Which of the tokens t are before `limit` and, if it is given, not before `oldest`."""
+    if oldest is None:
+        return t < limit
+    else:
+        return (t < limit) & (t >= oldest)
+
+
+@triton.jit
+def _base(row_max, row_oldest):
+    """The numbers to subtract from scores: the row maxima or, if a window may hide all of a row so far, 0 in place of −inf."""
+    if row_oldest is None:
+        return row_max
+    else:
+        return tl.where(row_max == float("-inf"), 0.0, row_max)
 
 
 @triton.jit
@@ -208,19 +238,22 @@ def _load_rows(ptrs, inside, d, WIDTH: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
-def attend(q, state, pages, base, slot, t, limit, row_limit, scores, C, MASKED: tl.constexpr):
+def attend(q, state, pages, base, slot, t, limit, row_limit, scores, C, MASKED: tl.constexpr, oldest=None, row_oldest=None):
     """One step of the online softmax, for queries q [M, D] (from `prepare`) and the tokens t [N] of one KV head.
 
     The tokens are in rows base + NKV · slot [N] of the pages, seen as [P · page_size · NKV, D]. `scores`: `Scores.in_base_2`.
     MASKED: some tokens are hidden. Tokens from `limit` on are past the sequence's end: the page may hold NaN there, and a NaN
-    in V would survive a probability of zero, so these tokens are not loaded. Row m sees only tokens below row_limit[m].
+    in V would survive a probability of zero, so these tokens are not loaded. Row m sees only tokens below row_limit[m]. With a
+    window, it sees them from row_oldest[m] on. Those before `oldest`, which no row sees, are not loaded: their page may be freed.
 
     FP8 pages are read as int16, a pair of channels each, because loads for the tensor cores can transpose only 16-bit values. K's
     scales multiply the scores. V's scales multiply the probabilities, as a term of their exponents. These products are scaled so
     that the largest is at most 2^15, which keeps their precision in fp16.
     """
     row_max, total, acc = state
-    inside = (t < limit)[:, None]
+    inside = _loaded(t, limit, oldest)[:, None]
+    if row_oldest is not None:
+        row_oldest = row_oldest[:, None]
     if pages.k_scale is None:
         d = tl.arange(0, C.BLOCK_D)[None, :]
         at = slot[:, None] * (C.NKV * C.D) + d
@@ -229,10 +262,11 @@ def attend(q, state, pages, base, slot, t, limit, row_limit, scores, C, MASKED: 
         k = _load_rows(k_ptr + at, inside, d, C.D, MASKED)
         s, factor = score(tl.dot(q[0], tl.trans(k), input_precision="ieee"), scores.scale, scores)
         if MASKED:
-            s = hide(s, t[None, :], row_limit[:, None])
+            s = hide(s, t[None, :], row_limit[:, None], row_oldest)
         new_row_max = tl.maximum(row_max, tl.max(s, 1) * factor)
-        p = tl.exp2(s * factor - new_row_max[:, None])
-        rescale = tl.exp2(row_max - new_row_max)
+        subtracted = _base(new_row_max, row_oldest)
+        p = tl.exp2(s * factor - subtracted[:, None])
+        rescale = tl.exp2(row_max - subtracted)
         total = total * rescale + tl.sum(p, 1)
         v = _load_rows(v_ptr + at, inside, d, C.D, MASKED)
         return new_row_max, total, (tl.dot(p.to(v.dtype), v, acc[0] * rescale[:, None], input_precision="ieee"),)
@@ -243,8 +277,8 @@ def attend(q, state, pages, base, slot, t, limit, row_limit, scores, C, MASKED: 
         k_ptr = pages.k + base * (C.D // 2)
         v_ptr = pages.v + base * (C.D // 2)
         k = _load_rows(k_ptr + at, inside, d, C.D // 2, MASKED)
-        k_factor = tl.load(pages.k_scale + base + slot * C.NKV, mask=t < limit, other=1.0) * scores.scale
-        v_scale = tl.load(pages.v_scale + base + slot * C.NKV, mask=t < limit, other=1.0)
+        k_factor = tl.load(pages.k_scale + base + slot * C.NKV, mask=_loaded(t, limit, oldest), other=1.0) * scores.scale
+        v_scale = tl.load(pages.v_scale + base + slot * C.NKV, mask=_loaded(t, limit, oldest), other=1.0)
         exponent, per_scale = log2(v_scale), inverse(v_scale)
         if q[0].shape[0] > 16:
             k_factor, exponent, per_scale = _settle(k_factor), _settle(exponent), _settle(per_scale)
@@ -254,10 +288,11 @@ def attend(q, state, pages, base, slot, t, limit, row_limit, scores, C, MASKED: 
         s, factor = score(s * q[2], k_factor[None, :], scores)
         s = s * factor + exponent[None, :]
         if MASKED:
-            s = hide(s, t[None, :], row_limit[:, None])
+            s = hide(s, t[None, :], row_limit[:, None], row_oldest)
         new_row_max = tl.maximum(row_max, tl.max(s, 1) - 15)
-        p = tl.exp2(s - new_row_max[:, None])
-        rescale = tl.exp2(row_max - new_row_max)
+        subtracted = _base(new_row_max, row_oldest)
+        p = tl.exp2(s - subtracted[:, None])
+        rescale = tl.exp2(row_max - subtracted)
         total = total * rescale + tl.sum(p * per_scale[None, :], 1)
         v = _load_rows(v_ptr + at, inside, d, C.D // 2, MASKED)
         v_even, v_odd = widen(v, dtype)
@@ -270,9 +305,21 @@ def attend(q, state, pages, base, slot, t, limit, row_limit, scores, C, MASKED: 
 def attend_context(q, pages, table_ptr, kv_head, begin, seen_by_all, end, limit, row_limit, scores, C):
     """The state of the online softmax after the tokens begin … end - 1 of a sequence, BLOCK_N at a time.
 
-    Every row sees the tokens below `seen_by_all`, a multiple of BLOCK_N. The tokens from there on are masked, see `attend`.
+    Every row sees the tokens below `seen_by_all`, a multiple of BLOCK_N. The tokens from there on are masked, see `attend`. With
+    a window, blocks that no row sees are left out, and the first ones, which some rows do not see, are masked, too.
     """
     state = blank(C.BLOCK_M, C.BLOCK_D, pages.k_scale is not None)
+    if scores.window is not None:
+        row_oldest = row_limit - scores.window
+        oldest = tl.maximum(tl.min(row_oldest, 0), 0)
+        begin = tl.maximum(begin, oldest // C.BLOCK_N * C.BLOCK_N)
+        whole_from = tl.maximum(begin, (tl.max(row_oldest, 0) + C.BLOCK_N - 1) // C.BLOCK_N * C.BLOCK_N)
+        for first in range(begin, tl.minimum(whole_from, end), C.BLOCK_N):
+            t, base, slot = page_slots(table_ptr, first, limit, C)
+            state = attend(
+                q, state, pages, base * C.NKV + kv_head, slot, t, limit, row_limit, scores, C, True, oldest, row_oldest
+            )
+        begin, seen_by_all = whole_from, tl.maximum(seen_by_all, whole_from)
     for first in range(begin, seen_by_all, C.BLOCK_N):
         t, base, slot = page_slots(table_ptr, first, limit, C)
         state = attend(q, state, pages, base * C.NKV + kv_head, slot, t, limit, row_limit, scores, C, False)

@@ -14,7 +14,7 @@ import triton.language as tl
 from minirt.kernels.attention import combine
 from minirt.kernels.attention.combine import merge, store_head
 from minirt.kernels.attention.constants import Constants
-from minirt.kernels.attention.online_softmax import attend_context, existing, fuses, load_channels, prepare, whole
+from minirt.kernels.attention.online_softmax import attend_context, existing, fuses, load_channels, oldest_seen, prepare, whole
 from minirt.kernels.attention.operands import AttentionInput, prefill_lookup_size
 from minirt.kernels.launch import sm_count
 from minirt.kernels.prepared import prepared
@@ -24,25 +24,28 @@ MOST = tl.constexpr(256)  # most new tokens; with more, there are enough tiles
 
 
 @triton.jit
-def parts_of(new, length, SPLIT: tl.constexpr):
+def parts_of(new, length, SPLIT: tl.constexpr, window=None):
     """(number of parts, tokens of a part) for a sequence of `length` tokens, of which `new` are new.
 
     0 parts: this kernel does not compute the sequence. A part has a multiple of SPLIT tokens. The last part also has the
-    remaining tokens, including all new ones.
+    remaining tokens, including all new ones. With a window, the parts that a new token sees only a piece of, or nothing, count as
+    one with the next part: every new token sees some token of the first part.
     """
     tokens = SPLIT
     for i in tl.static_range(6):
         tokens += (new > (4 << i)).to(tl.int32) * (SPLIT << i)
     parts = length // tokens
+    if window is not None:
+        parts -= (oldest_seen(length, new, window) + tokens - 1) // tokens
     return parts * ((new > 1) & (new <= MOST) & (parts > 1)).to(tl.int32), tokens
 
 
 @triton.jit
-def is_left(new, length, C):
+def is_left(new, length, C, window=None):
     """Whether a sequence of `length` tokens, of which `new` are new, is left to the kernels of prompts."""
     left = new >= C.SHORTEST
     if C.PARTIAL:
-        left = left & (parts_of(new, length, C.PARTIAL)[0] == 0)
+        left = left & (parts_of(new, length, C.PARTIAL, window)[0] == 0)
     return left
 
 
@@ -75,14 +78,14 @@ def _chunk_kernel(q_ptr, pages, sequences, results, scores, B, table_width, C):
     QUERIES: tl.constexpr = C.BLOCK_M // C.GROUP
     kv_head = tl.program_id(0) % C.NKV
     new, lens = lengths(sequences, B, C.BLOCK_B)
-    parts = parts_of(new, lens, C.PARTIAL)[0]
+    parts = parts_of(new, lens, C.PARTIAL, scores.window)[0]
     ends = tl.cumsum(parts * ((new + QUERIES - 1) // QUERIES), 0)
     rows = tl.cumsum(parts * new, 0)
     for item in range(tl.program_id(0) // C.NKV, tl.max(ends, 0), tl.num_programs(0) // C.NKV):
         b, first_item = _place(ends, item)
         start, limit = tl.load(sequences.query_starts + b), tl.load(sequences.seq_lens + b)
         count = tl.load(sequences.query_starts + b + 1) - start
-        num_parts, tokens = parts_of(count, limit, C.PARTIAL)
+        num_parts, tokens = parts_of(count, limit, C.PARTIAL, scores.window)
         tiles = (count + QUERIES - 1) // QUERIES
         part, first_query = (item - first_item) // tiles, (item - first_item) % tiles * QUERIES
         row = tl.arange(0, C.BLOCK_M)
@@ -96,9 +99,13 @@ def _chunk_kernel(q_ptr, pages, sequences, results, scores, B, table_width, C):
         row_limit = limit - count + query + 1
         table_ptr = sequences.block_tables + b.to(tl.int64) * table_width
         begin = part * tokens
+        if scores.window is not None:
+            begin += (limit // tokens - num_parts) * tokens
         last = part == num_parts - 1
         seen_by_all = tl.where(last, (limit - count + first_query + 1) // C.BLOCK_N * C.BLOCK_N, begin + tokens)
         seen_by_any = tl.where(last, tl.minimum(limit - count + first_query + QUERIES, limit), begin + tokens)
+        if scores.window is not None:
+            begin = tl.where(part == 0, 0, begin)  # of the tokens before the first part, `attend_context` takes those it must
         row_max, total, acc = attend_context(
             q, pages, table_ptr, kv_head, begin, seen_by_all, seen_by_any, limit, row_limit, scores, C
         )
@@ -111,10 +118,10 @@ def _chunk_kernel(q_ptr, pages, sequences, results, scores, B, table_width, C):
 
 @prepared
 @triton.jit(do_not_specialize=["B"])
-def _combine_chunks_kernel(sequences, results, B, C):
+def _combine_chunks_kernel(sequences, results, window, B, C):
     """Store the weighted mean of the parts, in order. A program computes one token and head at a time."""
     new, lens = lengths(sequences, B, C.BLOCK_B)
-    parts = parts_of(new, lens, C.PARTIAL)[0]
+    parts = parts_of(new, lens, C.PARTIAL, window)[0]
     rows = tl.cumsum(parts * new, 0)
     ends = tl.cumsum(tl.where(parts > 0, new * C.NQ, 0), 0)
     d = tl.arange(0, C.BLOCK_D)[None, :]
@@ -122,7 +129,7 @@ def _combine_chunks_kernel(sequences, results, B, C):
         b, first_item = _place(ends, item)
         start = tl.load(sequences.query_starts + b)
         count = tl.load(sequences.query_starts + b + 1) - start
-        num_parts = parts_of(count, tl.load(sequences.seq_lens + b), C.PARTIAL)[0]
+        num_parts = parts_of(count, tl.load(sequences.seq_lens + b), C.PARTIAL, window)[0]
         first_row = _before(rows, b, C.BLOCK_B)
         query, head = (item - first_item) // C.NQ, (item - first_item) % C.NQ
         acc, total = merge(results, first_row + query, count, num_parts, head, C)
@@ -150,4 +157,6 @@ def launch(a: AttentionInput) -> None:
         num_warps=warps, num_stages=2, enable_fp_fusion=fuses(a.heads.dtype),
     )  # fmt: skip
     grid = (min(a.heads.shape[0] * Nq, combine.PROGRAMS * programs),)
-    _combine_chunks_kernel[grid](a.sequences, results, B, C=constants, num_warps=combine.warps(constants.BLOCK_D))
+    _combine_chunks_kernel[grid](
+        a.sequences, results, a.scores.window, B, C=constants, num_warps=combine.warps(constants.BLOCK_D)
+    )

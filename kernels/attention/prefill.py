@@ -65,7 +65,7 @@ def _prefill_kernel(q_ptr, pages, sequences, results, scores, B, table_width, C)
     b, start, length = _find(block, sequences.query_starts, B, QUERIES, C.BLOCK_B)
     first_query = (block - start // QUERIES - b) * QUERIES
     limit = tl.load(sequences.seq_lens + b)
-    if (first_query < length) & is_left(length, limit, C):
+    if (first_query < length) & is_left(length, limit, C, scores.window):
         context = limit - length
         row = tl.arange(0, C.BLOCK_M)
         query = first_query + row // C.GROUP

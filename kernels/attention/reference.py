@@ -30,33 +30,33 @@ def qk_norm_rope_kv_write(
 
 def paged_attention_prefill(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, query_starts: Tensor, seq_lens: Tensor, scale: float, *,
-    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
+    k_scales: Tensor | None = None, v_scales: Tensor | None = None, window: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention of each sequence's new tokens; rows of padding are 0."""
     out, starts = torch.zeros_like(q), query_starts.tolist()
     if starts[-1]:
         new = [end - start for start, end in pairwise(starts)]
-        rest = (block_tables, new, seq_lens.tolist(), scale, k_scales, v_scales)
+        rest = (block_tables, new, seq_lens.tolist(), scale, k_scales, v_scales, window)
         out[: starts[-1]] = paged_attention(q[: starts[-1]], k_pages, v_pages, *rest)
     return out
 
 
 def paged_attention_decode(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float, *,
-    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
+    k_scales: Tensor | None = None, v_scales: Tensor | None = None, window: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of one new token per sequence; 0 for a sequence of length 0."""
     out, some = torch.zeros_like(q), seq_lens > 0
     lens = seq_lens[some].tolist()
     if lens:
-        rest = (block_tables[some], [1] * len(lens), lens, scale, k_scales, v_scales)
+        rest = (block_tables[some], [1] * len(lens), lens, scale, k_scales, v_scales, window)
         out[some] = paged_attention(q[some], k_pages, v_pages, *rest)
     return out
 
 
 def rope_paged_attention_decode(
     qkv: Tensor, cos_sin: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float, Nq: int,
-    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 1e-6, **scales: Any,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 1e-6, *, window: int | None = None, **scales: Any,
 ) -> Tensor:  # fmt: skip
     """`qk_norm_rope_kv_write` of one new token per sequence, then `paged_attention_decode`."""
     page_size, Nkv = k_pages.shape[1:3]
@@ -64,4 +64,4 @@ def rope_paged_attention_decode(
     slots = block_tables.gather(1, at[:, None] // page_size).squeeze(1).long() * page_size + at % page_size
     slots = torch.where(seq_lens > 0, slots, -1)
     q = qk_norm_rope_kv_write(qkv, cos_sin, at, slots, k_pages, v_pages, Nq, Nkv, q_norm, k_norm, eps, **scales)
-    return paged_attention_decode(q, k_pages, v_pages, block_tables, seq_lens, scale, **scales)
+    return paged_attention_decode(q, k_pages, v_pages, block_tables, seq_lens, scale, window=window, **scales)

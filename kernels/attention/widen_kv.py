@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from minirt.kernels.attention.constants import Constants
-from minirt.kernels.attention.online_softmax import load_channels, store_channels
+from minirt.kernels.attention.online_softmax import load_channels, oldest_seen, store_channels
 from minirt.kernels.attention.operands import AttentionInput, KVPages, prefill_lookup_size
 from minirt.kernels.attention.partial import is_left, lengths
 from minirt.kernels.launch import sm_count
@@ -23,16 +23,23 @@ CASES = [
 
 @prepared
 @triton.jit(do_not_specialize=["B", "table_width"])
-def _widen_kernel(pages, sequences, wide, wide_tables_ptr, B, table_width, C):
+def _widen_kernel(pages, sequences, wide, wide_tables_ptr, window, B, table_width, C):
     """One KV head of every n-th page, for n programs per head. A page is copied whole, also past the end of its sequence."""
     kv_head = tl.program_id(0) % C.NKV
     new, lens = lengths(sequences, B, C.BLOCK_B)
-    ends = tl.cumsum(tl.where((new > 0) & is_left(new, lens, C), (lens + C.PAGE_SIZE - 1) // C.PAGE_SIZE, 0), 0)
+    left = (new > 0) & is_left(new, lens, C, window)
+    counts = (lens + C.PAGE_SIZE - 1) // C.PAGE_SIZE
+    if window is not None:
+        unseen = oldest_seen(lens, new, window) // C.PAGE_SIZE  # pages before the first one that a new token sees
+        counts -= unseen
+    ends = tl.cumsum(tl.where(left, counts, 0), 0)
     d = tl.arange(0, C.BLOCK_D)[None, :]
     for page in range(tl.program_id(0) // C.NKV, tl.max(ends, 0), tl.num_programs(0) // C.NKV):
         before = ends <= page
         b = tl.sum(before.to(tl.int32), 0)
         at = b.to(tl.int64) * table_width + page - tl.max(tl.where(before, ends, 0), 0)
+        if window is not None:
+            at += tl.sum(tl.where(tl.arange(0, C.BLOCK_B) == b, unseen, 0), 0)
         source = tl.load(sequences.block_tables + at).to(tl.int64) * C.PAGE_SIZE
         if kv_head == 0:
             tl.store(wide_tables_ptr + at, page)
@@ -51,8 +58,8 @@ def _widen_kernel(pages, sequences, wide, wide_tables_ptr, B, table_width, C):
 def widen(a: AttentionInput) -> AttentionInput:
     """Copy FP8 pages to 16 bits (values times scales, rounded to q's dtype), and return operands with the copies.
 
-    Only the pages of sequences that are left to `prefill_sm90` are copied. Other entries of the new block tables are not
-    written. The size of the copies follows from `max_splits`.
+    Only the pages of sequences that are left to `prefill_sm90` are copied, with a window those that a new token sees. Other
+    entries of the new block tables are not written. The size of the copies follows from `max_splits`.
     """
     q, pages, B, tables = a.heads, a.pages, a.num_seqs, a.sequences.block_tables
     page_size, (Nkv, D) = pages.page_size, pages.k.shape[2:]
@@ -64,6 +71,6 @@ def widen(a: AttentionInput) -> AttentionInput:
         a, BLOCK_N=min(page_size, 64 if D <= 128 else 32), BLOCK_B=prefill_lookup_size(B), SHORTEST=a.shortest, PARTIAL=a.partial
     )
     _widen_kernel[(programs * Nkv,)](
-        pages.for_kernel(torch.uint8), a.sequences, wide, wide_tables, B, a.table_width, C=constants, num_warps=4
+        pages.for_kernel(torch.uint8), a.sequences, wide, wide_tables, a.scores.window, B, a.table_width, C=constants, num_warps=4
     )
     return a._replace(pages=wide, sequences=a.sequences._replace(block_tables=wide_tables))

@@ -1,9 +1,10 @@
 """`attention`: all kernels of a layer's step. Catches: a sequence that no kernel computes or that two do, in a step with single
-tokens, few new tokens on a long context and prompts; raw heads taken for queries; new K and V that attention does not see."""
+tokens, few new tokens on a long context and prompts; raw heads taken for queries; new K and V that attention does not see; a
+kernel that is left without the window, or whose splits are not those of the window."""
 
 import pytest
 import torch
-from support.decode import decode64, plan
+from support.decode import decode64, forget, plan
 
 from minirt.errors import InputError
 from minirt.kernels import reference
@@ -14,7 +15,7 @@ from minirt.kernels.attention.operands import AttentionInput, KVPages, Rope, Sco
 NQ, NKV, D, SPLIT, SCALE = 6, 2, 64, 64, 0.2
 
 
-def step(lens, new, make, cache, nan, device):
+def step(lens, new, make, cache, nan, device, window=None):
     """The input of a step of fp32 raw heads, whose K and V are NaN in the pages, and its q, keys and values by the reference."""
     pages = cache(lens, NKV, D, 16, torch.float32)
     heads, cos_sin = make(sum(new), (NQ + 2 * NKV) * D, dtype=torch.float32), make(max(lens), D, dtype=torch.float32)
@@ -28,12 +29,13 @@ def step(lens, new, make, cache, nan, device):
     for b, (n, m) in enumerate(zip(lens, new, strict=True)):
         pages.keys[b][n - m :], pages.values[b][n - m :] = k[firsts[b] : firsts[b + 1]], v[firsts[b] : firsts[b + 1]]
     pages.k.view(-1, NKV, D)[slots] = pages.v.view(-1, NKV, D)[slots] = torch.nan
-    starts, most, workspace = plan(lens, SPLIT, NQ, D, device)
+    tables = forget(pages, lens, new, window)
+    starts, most, workspace = plan(lens, SPLIT, NQ, D, device, 0, window, new)
     workspace.reserve(decode_few.workspace_floats(most, NQ, D))
     workspace.sums(0).fill_(torch.nan)
     query_starts = None if set(new) == {1} else torch.tensor(firsts, dtype=torch.int32, device=device)
     a = AttentionInput(
-        heads, KVPages(pages.k, pages.v), Sequences(pages.tables, pages.lens, starts, query_starts), Scores(SCALE),
+        heads, KVPages(pages.k, pages.v), Sequences(tables, pages.lens, starts, query_starts), Scores(SCALE, window),
         nan(sum(new), NQ, D, dtype=torch.float32), Rope(cos_sin, *norms, 1e-5), positions, slots, workspace, most, split=SPLIT,
     )  # fmt: skip
     return a, q, pages, firsts
@@ -43,13 +45,14 @@ def step(lens, new, make, cache, nan, device):
     ("lens", "new"), [([70, 300, 40, 1, 65], [1, 5, 40, 1, 65]), ([300], [5]), ([33], [33]), ([70, 1, 64, 129], [1, 1, 1, 1])],
     ids=["mixed", "chunk", "prompt", "single tokens"],
 )  # fmt: skip
-def test_each_new_token_sees_all_before_it(lens, new, make, cache, nan, agrees, device):
-    a, q, pages, firsts = step(lens, new, make, cache, nan, device)
+@pytest.mark.parametrize("window", [None, 1, 40, 150])
+def test_each_new_token_sees_all_before_it(lens, new, window, make, cache, nan, agrees, device):
+    a, q, pages, firsts = step(lens, new, make, cache, nan, device, window)
     out = attention(a)
     for b, (n, m) in enumerate(zip(lens, new, strict=True)):
         for i in {0, m // 2, m - 1}:
             seen = slice(0, n - m + i + 1)
-            truth = decode64(q[firsts[b] + i], pages.keys[b][seen], pages.values[b][seen], SCALE)
+            truth = decode64(q[firsts[b] + i], pages.keys[b][seen], pages.values[b][seen], SCALE, window)
             agrees(out[firsts[b] + i], truth.float(), truth)
 
 
@@ -84,3 +87,16 @@ def test_what_is_missing_is_named(make, cache, nan, device):
         attention(a._replace(slots=None))
     with pytest.raises(InputError, match="workspace: missing"):
         attention(a._replace(workspace=None))
+
+
+@pytest.mark.parametrize(
+    ("lens", "new", "few"), [([70, 300, 40, 1, 65], [1, 5, 40, 1, 65], None), ([300, 66], [5, 3], 8), ([70, 129], [1, 1], None)],
+    ids=["mixed", "few", "single tokens"],
+)  # fmt: skip
+def test_a_window_past_all_tokens_changes_no_bit(lens, new, few, make, cache, nan, device):
+    """Catches loops or parts that begin elsewhere, and a token that is hidden, because there is a window."""
+    a, *_ = step(lens, new, make, cache, nan, device)
+    a = a._replace(max_query_len=few)
+    expected = attention(a).clone()
+    for window in (max(lens), 2**31 - 1):
+        assert torch.equal(attention(a._replace(scores=Scores(SCALE, window))), expected)

@@ -1,12 +1,14 @@
 """Catches: splits weighted or ordered wrongly or left out, an item that finds the wrong sequence (beside empty ones above
 all), a sequence that ends on a split's or a page's edge, padding rows that read, write or keep garbage, the new token
-missing, doubled or in the wrong slot, a result that depends on the rest of the batch or on the size of the GPU."""
+missing, doubled or in the wrong slot, a result that depends on the rest of the batch or on the size of the GPU. With a window:
+one token too many or too few, a token outside of it that is read (NaN), a split, counted from the window, that takes another's
+pages, a sequence of one split in the window that is left to be combined."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from support.decode import LARGE, SM_COUNTS, decode64, plan, use_sms
+from support.decode import LARGE, SM_COUNTS, WINDOWED, decode64, forget, plan, use_sms
 from support.raising import raises
 
 from minirt.errors import InputError
@@ -18,32 +20,34 @@ from minirt.kernels.launch import Workspace
 
 
 def check(case, dtype, make, cache, nan, agrees, device):
-    Nq, Nkv, D, split = case["Nq"], case["Nkv"], case["D"], case["split"]
+    Nq, Nkv, D, split, window = case["Nq"], case["Nkv"], case["D"], case["split"], case.get("window")
     lens = list(case["seq_lens"])
     pages = cache(lens, Nkv, D, case["page_size"], dtype)
     counts = [-(-n // case["page_size"]) for n in lens]
-    tables = pages.tables[:, : max(counts)].contiguous()
+    tables = forget(pages, lens, [1] * len(lens), window)[:, : max(counts)].contiguous()
     for row, count in zip(tables, counts, strict=True):
         row[count:] = 2**31 - 1  # where no page is
     q, scale = make(len(lens), Nq, D, dtype=dtype), 1.3 * D**-0.5
-    starts, most, workspace = plan(lens, split, Nq, D, device, spare=5)
+    starts, most, workspace = plan(lens, split, Nq, D, device, 5, window)
     out = dispatch.paged_attention_decode(
-        q, pages.k, pages.v, tables, pages.lens, starts, most, scale, workspace, nan(*q.shape, dtype=dtype), split=split
+        q, pages.k, pages.v, tables, pages.lens, starts, most, scale, workspace, nan(*q.shape, dtype=dtype), split=split,
+        window=window,
     )  # fmt: skip
     for i, n in enumerate(lens):
         if n == 0:
             assert not out[i].any()
             continue
         table = pages.tables[i : i + 1]
-        expected = reference.paged_attention(q[i : i + 1], pages.clean_k, pages.clean_v, table, [1], [n], scale)
-        agrees(out[i], expected[0], decode64(q[i], pages.keys[i], pages.values[i], scale))
+        expected = reference.paged_attention(q[i : i + 1], pages.clean_k, pages.clean_v, table, [1], [n], scale, window=window)
+        agrees(out[i], expected[0], decode64(q[i], pages.keys[i], pages.values[i], scale, window))
 
 
 def check_fused(case, normalize, dtype, make, cache, nan, agrees, device):
     """Rotation and write against the kernel that does only these, which has a separate test."""
     Nq, Nkv, D, page_size, split = case["Nq"], case["Nkv"], case["D"], case["page_size"], case["split"]
-    lens, B = list(case["seq_lens"]), len(case["seq_lens"])
+    lens, B, window = list(case["seq_lens"]), len(case["seq_lens"]), case.get("window")
     pages = cache(lens, Nkv, D, page_size, dtype)
+    tables = forget(pages, lens, [1] * B, window)
     qkv, cos_sin = make(B, (Nq + 2 * Nkv) * D, dtype=dtype), make(max(lens), D, dtype=torch.float32)
     q_norm, k_norm = (make(D, dtype=dtype), make(D, dtype=dtype)) if normalize else (None, None)
     positions = (pages.lens.long() - 1).clamp_min(0)
@@ -51,13 +55,13 @@ def check_fused(case, normalize, dtype, make, cache, nan, agrees, device):
     slots = places.where(pages.lens > 0, -1)
     k, v, scale = pages.k.clone(), pages.v.clone(), 1.3 * D**-0.5
     q = kv_write.qk_norm_rope_kv_write(qkv, cos_sin, positions, slots, k, v, Nq, Nkv, q_norm, k_norm, 1e-5)
-    starts, most, workspace = plan(lens, split, Nq, D, device)
-    rest = (pages.tables, pages.lens, starts, most, scale, workspace)
+    starts, most, workspace = plan(lens, split, Nq, D, device, window=window)
+    rest = (tables, pages.lens, starts, most, scale, workspace)
     new = slots[slots >= 0]
     pages.k.view(-1, Nkv, D)[new] = float("nan")
     pages.v.view(-1, Nkv, D)[new] = float("nan")
     out = dispatch.rope_paged_attention_decode(
-        qkv, cos_sin, pages.k, pages.v, *rest, Nq, q_norm, k_norm, 1e-5, nan(B, Nq, D, dtype=dtype), split=split
+        qkv, cos_sin, pages.k, pages.v, *rest, Nq, q_norm, k_norm, 1e-5, nan(B, Nq, D, dtype=dtype), split=split, window=window
     )  # fmt: skip
     eps = torch.finfo(dtype).eps
     # The compiler may fuse products and sums otherwise there.
@@ -68,20 +72,21 @@ def check_fused(case, normalize, dtype, make, cache, nan, agrees, device):
             assert not out[i].any()
             continue
         table = pages.tables[i : i + 1]
-        expected = reference.paged_attention(q[i : i + 1], k.nan_to_num(0), v.nan_to_num(0), table, [1], [n], scale)
+        clean = (k.nan_to_num(0), v.nan_to_num(0))
+        expected = reference.paged_attention(q[i : i + 1], *clean, table, [1], [n], scale, window=window)
         keys, values = (x[table[0].long()].flatten(0, 1)[:n] for x in (k, v))
-        agrees(out[i], expected[0], decode64(q[i], keys, values, scale))
+        agrees(out[i], expected[0], decode64(q[i], keys, values, scale, window))
 
 
 @pytest.mark.parametrize("sms", SM_COUNTS)
-@pytest.mark.parametrize("case", kernel.CASES, ids=str)
+@pytest.mark.parametrize("case", kernel.CASES + WINDOWED, ids=str)
 def test_decode(case, sms, dtype, make, cache, nan, agrees, device, monkeypatch):
     use_sms(sms, monkeypatch)
     check(case, dtype, make, cache, nan, agrees, device)
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("case", kernel.CASES, ids=str)
+@pytest.mark.parametrize("case", kernel.CASES + WINDOWED, ids=str)
 def test_fused_with_rope_and_write(case, normalize, dtype, make, cache, nan, agrees, device, monkeypatch):
     use_sms(SM_COUNTS[not normalize], monkeypatch)
     check_fused(case, normalize, dtype, make, cache, nan, agrees, device)
@@ -102,22 +107,24 @@ def test_short_sequences_are_not_combined(dtype, make, cache, nan, device):
     assert torch.equal(short[[0, 2, 3, 4]], combined[[0, 2, 3, 4]])
 
 
-def test_single_tokens_among_prompts(make, cache, nan, agrees, device):
+@pytest.mark.parametrize("window", [None, 1, 40, 150])
+def test_single_tokens_among_prompts(window, make, cache, nan, agrees, device):
     """Only they are computed, from their rows of q to their rows of the result, whether of one split or of more."""
     lens, new = [300, 65, 1, 0, 64, 200, 9], [1, 5, 1, 0, 1, 130, 1]
     pages = cache(lens, 2, 64, 16, torch.float32)
     q = make(sum(new) + 3, 6, 64, dtype=torch.float32)
     firsts = [sum(new[:i]) for i in range(len(new) + 1)]
     query_starts = torch.tensor(firsts, dtype=torch.int32, device=device)
-    starts, most, workspace = plan(lens, 64, 6, 64, device, spare=4)
+    starts, most, workspace = plan(lens, 64, 6, 64, device, 4, window, new)
+    tables = forget(pages, lens, new, window)
     out = dispatch.paged_attention_decode(
-        q, pages.k, pages.v, pages.tables, pages.lens, starts, most, 0.2, workspace, nan(*q.shape, dtype=q.dtype),
-        query_starts=query_starts, split=64,
+        q, pages.k, pages.v, tables, pages.lens, starts, most, 0.2, workspace, nan(*q.shape, dtype=q.dtype),
+        query_starts=query_starts, split=64, window=window,
     )  # fmt: skip
     untouched = torch.ones(len(q), dtype=torch.bool, device=device)
     for row, n, k, v in zip(firsts, new, pages.keys, pages.values, strict=False):
         if n == 1:
-            truth = decode64(q[row], k, v, 0.2)
+            truth = decode64(q[row], k, v, 0.2, window)
             agrees(out[row], truth.float(), truth)
             untouched[row] = False
     assert out[untouched].isnan().all()
@@ -143,6 +150,10 @@ def test_split_starts():
     assert kernel.splits_before([0, 1, 256, 257, 0, 1000]) == [0, 0, 1, 2, 4, 4, 8]
     assert kernel.splits_before([65], 64) == [0, 2]
     assert kernel.splits_before([]) == [0]
+    assert kernel.splits_before([0, 64, 128, 129, 193, 500], 64, 65) == [0, 0, 1, 3, 5, 7, 9]
+    assert kernel.splits_before([201, 201, 130, 0], 64, 9, [1, 8, 3, 0]) == [0, 1, 3, 5, 5]
+    with_prompts = kernel.splits_before([128, 200], 64, 1, [0, 200])
+    assert with_prompts == [0, 0, 4], "no split of a sequence without new tokens, all of a prompt"
 
 
 def test_wrong_arguments_are_named(make, cache, device):
@@ -154,6 +165,7 @@ def test_wrong_arguments_are_named(make, cache, device):
     for split in (96, 32, 2048):
         with pytest.raises(InputError, match=f"split: not a power of two from 64 to 1024; found {split}"):
             dispatch.paged_attention_decode(q, *rest, split=split)
+    raises("window: not positive; found 0", dispatch.paged_attention_decode, q, *rest, window=0)
     raises("seq_lens: wrong shape", dispatch.paged_attention_decode, q.repeat(2, 1, 1), *rest)
     raises("split_starts: wrong shape", dispatch.paged_attention_decode, q, *rest[:4], starts[:1], *rest[5:])
     raises("split_starts: wrong dtype", dispatch.paged_attention_decode, q, *rest[:4], starts.long(), *rest[5:])

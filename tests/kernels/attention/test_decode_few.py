@@ -1,12 +1,13 @@
 """Catches: a new token that sees one too many or too few, rows of heads and tokens mixed up, a new token that sees nothing of the
 last split and poisons the sum, splits of another sequence or of another new token, a sequence without new tokens that is read or
-written, a result that depends on the step."""
+written, a result that depends on the step. With a window: one token too many or too few, a new token that sees nothing of the
+first split, a token that no new token sees and that is read (NaN)."""
 
 import itertools
 
 import pytest
 import torch
-from support.decode import SM_COUNTS, attention64, plan, use_sms
+from support.decode import SM_COUNTS, attention64, forget, plan, use_sms
 
 from minirt.errors import InputError
 from minirt.kernels import reference
@@ -14,12 +15,21 @@ from minirt.kernels.attention import decode_few as kernel
 from minirt.kernels.attention import dispatch
 from minirt.kernels.launch import Workspace
 
+WINDOWED = [
+    {
+        "Nq": 2, "Nkv": 1, "D": 64, "page_size": page_size, "split": split, "window": w,
+        "seq_lens": (max(w, 8), w + 8, 2 * w + 64, 70, 130, 64, 264, w + 64, w + 258)[first:],
+        "new": (8, 8, 5, 8, 2, 0, 8, 1, 3)[first:],
+    }
+    for w in (1, 5, 64, 100, 300) for page_size, split, first in ((16, 64, 0), (64, 256, 0), (64, 64, 8))
+]  # fmt: skip
 
-def run(q, pages, lens, new, split, scale, out, rows=None, **options):
+
+def run(q, pages, lens, new, split, scale, out, rows=None, window=None, **options):
     """`paged_attention_decode_few` of the sequences `rows` of `pages` (all by default), with a workspace of NaN."""
     rows = list(range(len(lens))) if rows is None else rows
     lengths, device = [lens[i] for i in rows], q.device
-    starts, most, workspace = plan(lengths, split, q.shape[1], q.shape[2], device, spare=3)
+    starts, most, workspace = plan(lengths, split, q.shape[1], q.shape[2], device, 3, window, [new[i] for i in rows])
     workspace.reserve(kernel.workspace_floats(most, *q.shape[1:]))
     workspace.sums(0).fill_(torch.nan)
     firsts = torch.tensor(list(itertools.accumulate((new[i] for i in rows), initial=0)), dtype=torch.int32, device=device)
@@ -27,39 +37,41 @@ def run(q, pages, lens, new, split, scale, out, rows=None, **options):
     options = {"split": split, "max_query_len": max(new[i] for i in rows)} | options
     return dispatch.paged_attention_decode_few(
         q, block_tables=pages.tables[rows], query_starts=firsts, seq_lens=pages.lens[rows], split_starts=starts, max_splits=most,
-        scale=scale, workspace=workspace, out=out, **kv, **options,
+        scale=scale, workspace=workspace, out=out, window=window, **kv, **options,
     )  # fmt: skip
 
 
 def check(case, dtype, fp8, make, cache, cache8, nan, agrees):
     Nq, Nkv, D, page_size = (case[name] for name in ("Nq", "Nkv", "D", "page_size"))
-    lens, new = list(case["seq_lens"]), list(case["new"])
+    lens, new, window = list(case["seq_lens"]), list(case["new"]), case.get("window")
     scale = 0.02 if fp8 else 1.3 * D**-0.5
     pages = cache8(lens, Nkv, D, page_size) if fp8 else cache(lens, Nkv, D, page_size, dtype)
-    clean = pages.clean if fp8 else (pages.clean_k, pages.clean_v)
+    clean = pages.clean if fp8 else (pages.clean_k, pages.clean_v, None, None)
+    tables = pages.tables.clone()
+    pages = pages._replace(tables=forget(pages, lens, new, window))
     for row, n in zip(pages.tables, lens, strict=True):
         row[-(-n // page_size) :] = 2**31 - 1  # where no page is
     q = make(sum(new) + 2, Nq, D, dtype=dtype)
     q[sum(new) :] = torch.nan
-    out = run(q, pages, lens, new, case["split"], scale, nan(*q.shape, dtype=dtype))
-    tables = pages.tables.where(pages.tables < 2**31 - 1, 0)
+    out = run(q, pages, lens, new, case["split"], scale, nan(*q.shape, dtype=dtype), window=window)
     first = 0
     for b, (n, m) in enumerate(zip(lens, new, strict=True)):
         rows = slice(first, first + m)
         first += m
         if m:
-            expected = reference.paged_attention(q[rows], *clean[:2], tables[b : b + 1], [m], [n], scale, *clean[2:])
-            agrees(out[rows], expected, attention64(q[rows], pages.keys[b], pages.values[b], scale))
+            rest = (tables[b : b + 1], [m], [n], scale, *clean[2:], window)
+            expected = reference.paged_attention(q[rows], *clean[:2], *rest)
+            agrees(out[rows], expected, attention64(q[rows], pages.keys[b], pages.values[b], scale, window))
     assert out[first:].isnan().all(), "padding is not written"
 
 
-@pytest.mark.parametrize("case", kernel.CASES, ids=str)
+@pytest.mark.parametrize("case", kernel.CASES + WINDOWED, ids=str)
 def test_few_new_tokens(case, dtype, make, cache, nan, agrees, monkeypatch):
     use_sms(SM_COUNTS[dtype == torch.float32], monkeypatch)
     check(case, dtype, False, make, cache, None, nan, agrees)
 
 
-@pytest.mark.parametrize("case", kernel.CASES[::2], ids=str)
+@pytest.mark.parametrize("case", kernel.CASES[::2] + WINDOWED, ids=str)
 def test_few_new_tokens_on_fp8_pages(case, make, cache8, nan, agrees):
     check(case, torch.float16, True, make, None, cache8, nan, agrees)
 

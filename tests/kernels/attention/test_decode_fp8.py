@@ -1,9 +1,10 @@
 """Catches, on FP8 pages: a scale left out, of another token or head, heads mixed that are read together, scores or queries past
-what fp16 holds, the new token's bytes or scales unlike those of the kernel that only writes, or its attention on other values."""
+what fp16 holds, the new token's bytes or scales unlike those of the kernel that only writes, or its attention on other values;
+a scale of a token outside of the window (NaN)."""
 
 import pytest
 import torch
-from support.decode import LARGE, SM_COUNTS, decode64, plan, use_sms
+from support.decode import LARGE, SM_COUNTS, WINDOWED, decode64, forget, plan, use_sms
 
 from minirt.kernels import reference
 from minirt.kernels.attention import decode as kernel
@@ -25,15 +26,15 @@ BESIDE = [  # on Hopper KV heads are read by pairs of 64 and, for seven sequence
 
 def check_fp8(case, dtype, make, cache8, nan, agrees, device):
     Nq, Nkv, D, split = case["Nq"], case["Nkv"], case["D"], case["split"]
-    lens = list(case["seq_lens"])
+    lens, window = list(case["seq_lens"]), case.get("window")
     kv = cache8(lens, Nkv, D, case["page_size"])
     q, scale = make(len(lens), Nq, D, dtype=dtype), 0.02
     if dtype == torch.bfloat16:
         q[0] *= 1e5  # more than fp16 holds, in which these pages are multiplied
-    starts, most, workspace = plan(lens, split, Nq, D, device, spare=5)
+    starts, most, workspace = plan(lens, split, Nq, D, device, 5, window)
     out = dispatch.paged_attention_decode(
-        q, block_tables=kv.tables, seq_lens=kv.lens, split_starts=starts, max_splits=most, scale=scale, workspace=workspace,
-        out=nan(*q.shape, dtype=dtype), split=split, **kv.pages,
+        q, block_tables=forget(kv, lens, [1] * len(lens), window), seq_lens=kv.lens, split_starts=starts, max_splits=most,
+        scale=scale, workspace=workspace, out=nan(*q.shape, dtype=dtype), split=split, window=window, **kv.pages,
     )  # fmt: skip
     k_clean, v_clean, *scales = kv.clean
     for i, n in enumerate(lens):
@@ -41,11 +42,11 @@ def check_fp8(case, dtype, make, cache8, nan, agrees, device):
             assert not out[i].any()
             continue
         row = slice(i, i + 1)
-        expected = reference.paged_attention(q[row], k_clean, v_clean, kv.tables[row], [1], [n], scale, *scales)
-        agrees(out[i], expected[0], decode64(q[i], kv.keys[i], kv.values[i], scale))
+        expected = reference.paged_attention(q[row], k_clean, v_clean, kv.tables[row], [1], [n], scale, *scales, window)
+        agrees(out[i], expected[0], decode64(q[i], kv.keys[i], kv.values[i], scale, window))
 
 
-@pytest.mark.parametrize("case", kernel.CASES, ids=str)
+@pytest.mark.parametrize("case", kernel.CASES + WINDOWED, ids=str)
 def test_decode_on_fp8_pages(case, dtype, make, cache8, nan, agrees, device):
     check_fp8(case, dtype, make, cache8, nan, agrees, device)
 
@@ -56,9 +57,10 @@ def check_fused_fp8(case, normalize, dtype, make, cache8, nan, agrees, device, s
     `shift`: values by which qkv misses an aligned address.
     """
     Nq, Nkv, D, page_size, split = case["Nq"], case["Nkv"], case["D"], case["page_size"], case["split"]
-    lens, B = list(case["seq_lens"]), len(case["seq_lens"])
+    lens, B, window = list(case["seq_lens"]), len(case["seq_lens"]), case.get("window")
     scale = 0.02 if dtype != torch.float32 else 0.005  # where large scores show that the GPU's powers of two are fast ones
     kv = cache8(lens, Nkv, D, page_size)
+    tables = forget(kv, lens, [1] * B, window)
     qkv, cos_sin = make(B, (Nq + 2 * Nkv) * D, dtype=dtype), make(max(lens), D, dtype=torch.float32)
     qkv = torch.cat((nan(shift, dtype=dtype), qkv.flatten()))[shift:].view_as(qkv)
     if dtype == torch.bfloat16 and not normalize:  # more than fp16 holds, in which these pages are multiplied
@@ -73,9 +75,9 @@ def check_fused_fp8(case, normalize, dtype, make, cache8, nan, agrees, device, s
     q = kv_write.qk_norm_rope_kv_write(
         qkv, cos_sin, positions, slots, k, v, Nq, Nkv, *norms, 1e-5, k_scales=k_scales, v_scales=v_scales
     )
-    starts, most, workspace = plan(lens, split, Nq, D, device)
-    rest = {"block_tables": kv.tables, "seq_lens": kv.lens, "split_starts": starts, "max_splits": most, "scale": scale}
-    rest |= {"workspace": workspace, "split": split}
+    starts, most, workspace = plan(lens, split, Nq, D, device, window=window)
+    rest = {"block_tables": tables, "seq_lens": kv.lens, "split_starts": starts, "max_splits": most, "scale": scale}
+    rest |= {"workspace": workspace, "split": split, "window": window}
     names = {"q_norm": norms[0], "k_norm": norms[1], "eps": 1e-5, "out": nan(B, Nq, D, dtype=dtype)}
     new = slots[slots >= 0]
     for name, x in kv.pages.items():
@@ -91,9 +93,9 @@ def check_fused_fp8(case, normalize, dtype, make, cache8, nan, agrees, device, s
             assert not out[i].any()
             continue
         row = slice(i, i + 1)
-        expected = reference.paged_attention(q[row], *clean[:2], kv.tables[row], [1], [n], scale, *clean[2:])
+        expected = reference.paged_attention(q[row], *clean[:2], kv.tables[row], [1], [n], scale, *clean[2:], window)
         keys, values = (x[kv.tables[i].long()].flatten(0, 1)[:n] for x in wide)
-        agrees(out[i], expected[0], decode64(q[i], keys, values, scale))
+        agrees(out[i], expected[0], decode64(q[i], keys, values, scale, window))
     eps = torch.finfo(dtype).eps
     for name, written in copies.items():
         stored = kv.pages[name]
@@ -105,7 +107,9 @@ def check_fused_fp8(case, normalize, dtype, make, cache8, nan, agrees, device, s
             assert (stored != written).float().mean() < 0.01
 
 
-@pytest.mark.parametrize(("normalize", "case"), [(i % 2 == 1, case) for i, case in enumerate(kernel.CASES + BESIDE)], ids=str)
+@pytest.mark.parametrize(
+    ("normalize", "case"), [(i % 2 == 1, case) for i, case in enumerate(kernel.CASES + BESIDE + WINDOWED)], ids=str
+)
 def test_fused_on_fp8_pages(case, normalize, dtype, make, cache8, nan, agrees, device, monkeypatch):
     use_sms(SM_COUNTS[not normalize], monkeypatch)
     check_fused_fp8(case, normalize, dtype, make, cache8, nan, agrees, device)

@@ -1,14 +1,15 @@
 """Catches: parts of a context that overlap or leave tokens out, parts of one sequence added to another's, a sequence that is
-computed twice or not at all, a workspace that is too small."""
+computed twice or not at all, a workspace that is too small. With a window: parts counted otherwise by one of the kernels, the
+visible tokens before the first part left out, other tokens read (NaN)."""
 
 import itertools
 
 import pytest
 import torch
-from support.decode import attention64
+from support.decode import attention64, forget
 
 from minirt.kernels import reference
-from minirt.kernels.attention import dispatch, partial
+from minirt.kernels.attention import decode, dispatch, partial
 from minirt.kernels.launch import Workspace
 
 CASES = [
@@ -17,6 +18,14 @@ CASES = [
     {"Nq": 4, "Nkv": 4, "D": 64, "page_size": 128, "lens": (5, 8, 9), "contexts": (1019, 1015, 2039)},
     {"Nq": 16, "Nkv": 1, "D": 64, "page_size": 32, "lens": (17,), "contexts": (4100,)},
 ]
+
+WINDOWED = [
+    {
+        "Nq": 3, "Nkv": 1, "D": 64, "page_size": page_size, "window": w,
+        "lens": (2, 4, 1, 6, 30, 8, 0, 3), "contexts": (2100, 1500 + w % 100, 700, 1024 + w, 3000, w + 500, 9, 2045),
+    }
+    for page_size, w in ((16, 5), (64, 512), (16, 513), (64, 700), (16, 1300))
+]  # fmt: skip
 
 LARGE = [
     {"Nq": 28, "Nkv": 4, "D": 128, "page_size": 64, "lens": (2,), "contexts": (32766,)},
@@ -27,35 +36,36 @@ LARGE = [
 
 def check(case, dtype, make, cache, nan, agrees, device, fp8=False):
     Nq, Nkv, D, page_size = (case[name] for name in ("Nq", "Nkv", "D", "page_size"))
-    lens = case["lens"]
+    lens, window = case["lens"], case.get("window")
     totals = [n + c for n, c in zip(lens, case["contexts"], strict=True)]
     q, scale = make(sum(lens), Nq, D, dtype=dtype), 0.02 if fp8 else 1.3 * D**-0.5
     starts = list(itertools.accumulate(lens, initial=0))
     on_device = torch.tensor(starts, dtype=torch.int32, device=device)
     workspace = Workspace(device, num_floats=1)
-    splits = sum(-(-n // 256) for n in totals)
+    splits = decode.splits_before(totals, 256, window, lens)[-1]
     workspace.reserve(partial.workspace_floats(splits, Nq, D))
     workspace.sums(1).fill_(torch.nan)
     if fp8:
         kv = cache(totals, Nkv, D, page_size)
         clean = kv.clean
         out = dispatch.paged_attention_prefill(
-            q, out=nan(*q.shape, dtype=dtype), block_tables=kv.tables, query_starts=on_device, seq_lens=kv.lens, scale=scale,
-            workspace=workspace, max_splits=splits, **kv.pages,
+            q, out=nan(*q.shape, dtype=dtype), block_tables=forget(kv, totals, lens, window), query_starts=on_device,
+            seq_lens=kv.lens, scale=scale, workspace=workspace, max_splits=splits, window=window, **kv.pages,
         )  # fmt: skip
     else:
         kv = cache(totals, Nkv, D, page_size, dtype)
         clean = (kv.clean_k, kv.clean_v)
         out = dispatch.paged_attention_prefill(
-            q, kv.k, kv.v, kv.tables, on_device, kv.lens, scale, nan(*q.shape, dtype=dtype), workspace=workspace,
-            max_splits=splits,
+            q, kv.k, kv.v, forget(kv, totals, lens, window), on_device, kv.lens, scale, nan(*q.shape, dtype=dtype),
+            workspace=workspace, max_splits=splits, window=window,
         )  # fmt: skip
     k_clean, v_clean, *scales = clean
-    expected = reference.paged_attention(q, k_clean, v_clean, kv.tables, lens, totals, scale, *scales)
+    scales = scales or (None, None)
+    expected = reference.paged_attention(q, k_clean, v_clean, kv.tables, lens, totals, scale, *scales, window)
     for start, n, k, v in zip(starts, lens, kv.keys, kv.values, strict=False):
         rows = slice(start, start + n)
         if n:
-            agrees(out[rows], expected[rows], attention64(q[rows], k, v, scale))
+            agrees(out[rows], expected[rows], attention64(q[rows], k, v, scale, window))
 
 
 @pytest.mark.gpu
@@ -64,11 +74,11 @@ def test_large_chunks(case, dtype, make, cache, nan, agrees, device):
     check(case, dtype, make, cache, nan, agrees, device)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES + WINDOWED, ids=str)
 def test_chunks(case, dtype, make, cache, nan, agrees, device):
     check(case, dtype, make, cache, nan, agrees, device)
 
 
-@pytest.mark.parametrize("case", CASES[:2], ids=str)
+@pytest.mark.parametrize("case", CASES[:2] + WINDOWED[1:3], ids=str)
 def test_chunks_on_fp8_pages(case, dtype, make, cache8, nan, agrees, device):
     check(case, dtype, make, cache8, nan, agrees, device, fp8=True)

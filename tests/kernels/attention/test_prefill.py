@@ -1,12 +1,13 @@
 """Catches: a mask off by one, heads of a group mixed up, pages in table order mistaken for memory order, garbage in
-unused parts of pages leaking through V, a ragged batch's rows shifted."""
+unused parts of pages leaking through V, a ragged batch's rows shifted. With a window: a mask off by one at its older end, a block
+that some row of a tile sees left out, one of which a row sees nothing (NaN), a token that no row sees read (NaN)."""
 
 import itertools
 import os
 
 import pytest
 import torch
-from support.decode import attention64
+from support.decode import attention64, forget
 from support.raising import raises
 
 from minirt.errors import InputError
@@ -20,6 +21,15 @@ QWEN = {"Nq": 28, "Nkv": 4, "D": 128, "page_size": 64}
 LLAMA = {"Nq": 32, "Nkv": 8, "D": 64, "page_size": 16}
 
 
+WINDOWED = [  # the second batch: windows that begin at edges of blocks, for the first query of a tile and for others
+    {"Nq": group, "Nkv": 1, "D": 64, "page_size": page_size, "lens": lens, "contexts": contexts, "window": w}
+    for w in (1, 5, 64, 100, 300) for page_size, group, lens, contexts in (
+        (16, 3, (40, 1, 130, 0, 7, 65), (w, 3 * w, 0, 9, 2 * w + 5, 100)),
+        (64, 2, (33, 64, 17, 2), (w - 1, w + 63, w + 31, w + 64)),
+    )
+]  # fmt: skip
+
+
 def prefill_on_hopper(q, k, v, tables, starts, lens, scale, out, shortest=1):
     """`prefill_sm90`, of however few tokens."""
     sequences = Sequences(tables, lens, query_starts=starts)
@@ -29,23 +39,25 @@ def prefill_on_hopper(q, k, v, tables, starts, lens, scale, out, shortest=1):
 
 def check(case, dtype, make, cache, nan, agrees, device, prefill=dispatch.paged_attention_prefill):
     Nq, Nkv, D, page_size = (case[name] for name in ("Nq", "Nkv", "D", "page_size"))
-    lens = case["lens"]
+    lens, window = case["lens"], case.get("window")
     totals = [n + c for n, c in zip(lens, case["contexts"], strict=True)]
     pages = cache(totals, Nkv, D, page_size, dtype)
     q, scale = make(sum(lens), Nq, D, dtype=dtype), 1.3 * D**-0.5
     starts = list(itertools.accumulate(lens, initial=0))
     on_device = torch.tensor(starts, dtype=torch.int32, device=device)
-    out = prefill(q, pages.k, pages.v, pages.tables, on_device, pages.lens, scale, nan(*q.shape, dtype=dtype))
-    expected = reference.paged_attention(q, pages.clean_k, pages.clean_v, pages.tables, lens, totals, scale)
+    options = {} if window is None else {"window": window}
+    tables = forget(pages, totals, lens, window)
+    out = prefill(q, pages.k, pages.v, tables, on_device, pages.lens, scale, nan(*q.shape, dtype=dtype), **options)
+    expected = reference.paged_attention(q, pages.clean_k, pages.clean_v, pages.tables, lens, totals, scale, **options)
     for start, n, k, v in zip(starts, lens, pages.keys, pages.values, strict=False):
         rows = slice(start, start + n)
         if n:
-            agrees(out[rows], expected[rows], attention64(q[rows], k, v, scale))
+            agrees(out[rows], expected[rows], attention64(q[rows], k, v, scale, window))
 
 
 def check_fp8(case, dtype, make, cache8, nan, agrees, device, **options):
     Nq, Nkv, D, page_size = (case[name] for name in ("Nq", "Nkv", "D", "page_size"))
-    lens = case["lens"]
+    lens, window = case["lens"], case.get("window")
     totals = [n + c for n, c in zip(lens, case["contexts"], strict=True)]
     kv = cache8(totals, Nkv, D, page_size)
     q, scale = make(sum(lens), Nq, D, dtype=dtype), 0.02
@@ -53,22 +65,23 @@ def check_fp8(case, dtype, make, cache8, nan, agrees, device, **options):
         q[0] *= 1e5  # more than fp16 holds, in which these pages are multiplied
     starts = list(itertools.accumulate(lens, initial=0))
     on_device = torch.tensor(starts, dtype=torch.int32, device=device)
-    rest = {"block_tables": kv.tables, "query_starts": on_device, "seq_lens": kv.lens, "scale": scale}
+    rest = {"block_tables": forget(kv, totals, lens, window), "query_starts": on_device, "seq_lens": kv.lens, "scale": scale}
+    rest["window"] = window
     out = dispatch.paged_attention_prefill(q, out=nan(*q.shape, dtype=dtype), **rest, **kv.pages, **options)
     k_clean, v_clean, *scales = kv.clean
-    expected = reference.paged_attention(q, k_clean, v_clean, kv.tables, lens, totals, scale, *scales)
+    expected = reference.paged_attention(q, k_clean, v_clean, kv.tables, lens, totals, scale, *scales, window)
     for start, n, k, v in zip(starts, lens, kv.keys, kv.values, strict=False):
         rows = slice(start, start + n)
         if n:
-            agrees(out[rows], expected[rows], attention64(q[rows], k, v, scale))
+            agrees(out[rows], expected[rows], attention64(q[rows], k, v, scale, window))
 
 
-@pytest.mark.parametrize("case", kernel.CASES, ids=str)
+@pytest.mark.parametrize("case", kernel.CASES + WINDOWED, ids=str)
 def test_prefill_on_fp8_pages(case, dtype, make, cache8, nan, agrees, device):
     check_fp8(case, dtype, make, cache8, nan, agrees, device)
 
 
-@pytest.mark.parametrize("case", kernel.CASES, ids=str)
+@pytest.mark.parametrize("case", kernel.CASES + WINDOWED, ids=str)
 def test_prefill(case, dtype, make, cache, nan, agrees, device):
     check(case, dtype, make, cache, nan, agrees, device)
 
