@@ -34,12 +34,14 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minirt.kernels.attention.online_softmax import gate_output, hide, inverse, log2, score, widen
+from minirt.kernels.attention.online_softmax import gate_output, hide, hide_before, inverse, log2, score, widen
 from minirt.kernels.attention.operands import AttentionFacts, AttentionInput, decode_lookup_size
 from minirt.kernels.attention.work_items_sm90 import (
     BLOCK_N,
     constants_of,
     count_blocks,
+    count_hidden,
+    end_of_first,
     find_candidates,
     find_firsts,
     find_place,
@@ -144,7 +146,7 @@ def _fetch_scales(pages, rows, slots, block, first_head, count, C, BOX: gl.const
 
 
 @gluon.jit
-def fetch_stages(pages, k_pages, v_pages, ring, slots, sequences, sizes, C):
+def fetch_stages(pages, k_pages, v_pages, ring, slots, sequences, sizes, window, C):
     """Task of the fetching warp: fetch scales, K and V of one item after the other.
 
     Order: for each block, its scales and all tiles of its K; then, for each stage of the tiles, V of all blocks. Like
@@ -159,15 +161,15 @@ def fetch_stages(pages, k_pages, v_pages, ring, slots, sequences, sizes, C):
     candidates = find_candidates(gl.program_id(0) // C.UNITS, firsts, sequences, B, C)
     step, count = 0, 0
     for unit in range(gl.program_id(0), items * C.UNITS, programs):
-        b, _, length, split = find_place(unit // C.UNITS, candidates, sequences, C)
-        blocks = count_blocks(split, length, C.SPLIT)
+        b, _, length, split = find_place(unit // C.UNITS, candidates, sequences, window, C)
+        first, blocks = count_hidden(split, length, window, C.SPLIT) // BLOCK_N, count_blocks(split, length, C.SPLIT)
         column = unit % C.UNITS * (C.TILES * PAIRS)
         # The first row of each box of the split, one per lane. Past a sequence's end, its last rows are fetched again.
         t = gl.maximum(gl.minimum(split * C.SPLIT + lanes() * BOX, length - 2), 0) // BOX * BOX
         numbers = gl.load(sequences.block_tables + b * table_width + t // C.PAGE_SIZE)
         rows = numbers * C.PAGE_SIZE + t % C.PAGE_SIZE
         candidates = find_candidates((unit + programs) // C.UNITS, firsts, sequences, B, C)
-        for i in range(blocks):
+        for i in range(first, blocks):
             wait_empty(ring[2], step + C.STAGES - TURN)
             _fetch_scales(pages, rows, slots, i, unit % C.UNITS * C.HEADS, count, C, BOX)
             count += 1
@@ -175,7 +177,7 @@ def fetch_stages(pages, k_pages, v_pages, ring, slots, sequences, sizes, C):
                 _fetch(k_pages, rows, ring, i, column + c * PAIRS, step, C.SIDE)
                 step += 1
         for c in range(0, C.TILES, C.SIDE):
-            for i in range(blocks):
+            for i in range(first, blocks):
                 _fetch(v_pages, rows, ring, i, column + c * PAIRS, step, C.SIDE)
                 step += 1
 
@@ -340,7 +342,9 @@ def _attend_items(heads, rope, pages, ring, slots, item_tiles, sequences, result
     first, programs = gl.program_id(0), gl.num_programs(0)
     items = gl.load(sequences.split_starts + B)
     firsts = find_firsts(sequences, B, C)
-    next_place = find_place(first // C.UNITS, find_candidates(first // C.UNITS, firsts, sequences, B, C), sequences, C)
+    next_place = find_place(
+        first // C.UNITS, find_candidates(first // C.UNITS, firsts, sequences, B, C), sequences, scores.window, C
+    )
     candidates = find_candidates((first + programs) // C.UNITS, firsts, sequences, B, C)
     next_head = first % C.UNITS * C.HEADS
     if PDL:
@@ -354,7 +358,8 @@ def _attend_items(heads, rope, pages, ring, slots, item_tiles, sequences, result
         token, length, split = next_place[1], next_place[2], next_place[3]
         raw_q, raw_k, raw_v, v_pairs, angles, page, q_partners, k_partners, q_scale = asked
         begin, limit = split * C.SPLIT, length - 1
-        blocks = count_blocks(split, length, C.SPLIT)
+        hidden, blocks = count_hidden(split, length, scores.window, C.SPLIT), count_blocks(split, length, C.SPLIT)
+        seen = hidden // BLOCK_N  # the first block with a token that is not hidden
         newest = limit < begin + C.SPLIT  # the new token belongs to this split
         q_left, q_right = turn(raw_q, q_partners, q_norm, angles, q_scale, d, rope, C)
         q_left, q_right = q_left.to(gl.float32), q_right.to(gl.float32)
@@ -380,7 +385,7 @@ def _attend_items(heads, rope, pages, ring, slots, item_tiles, sequences, result
             new_scale = gl.convert_layout(v_scale, gl.SliceLayout(0, PRODUCTS))
         new_score += log2(new_scale)
         # Load for the next item, while this one is computed.
-        next_place = find_place((unit + programs) // C.UNITS, candidates, sequences, C)
+        next_place = find_place((unit + programs) // C.UNITS, candidates, sequences, scores.window, C)
         next_head = (unit + programs) % C.UNITS * C.HEADS
         asked = ask_token(next_place, next_head, heads, rope, sequences, table_width, row, writes, d, m, C)
         candidates = find_candidates((unit + 2 * programs) // C.UNITS, firsts, sequences, B, C)
@@ -388,7 +393,7 @@ def _attend_items(heads, rope, pages, ring, slots, item_tiles, sequences, result
         highest = gl.full([BLOCK_N, C.N], float("-inf"), gl.float32, PRODUCTS)
         q_even = q_tiles.index(0).permute((1, 0)).load(NARROW)
         q_odd = q_tiles.index(1).permute((1, 0)).load(NARROW)
-        for i in range(blocks):
+        for i in range(seen, blocks):
             taken, k_scale, v_scale = take_with_scales(ring, slots, step, count, second)
             step, count = step + 1, count + 1
             s = _scores(gl.zeros([BLOCK_N, C.N], gl.float32, PRODUCTS), taken, q_even, q_odd, n // (C.GROUP * WITHIN))
@@ -397,16 +402,20 @@ def _attend_items(heads, rope, pages, ring, slots, item_tiles, sequences, result
                 s = _scores(s, taken, q_even, q_odd, n // (C.GROUP * WITHIN) - c)
                 step += 1
             inside = (begin + i * BLOCK_N + m < limit)[:, None]
+            if scores.window is not None:
+                inside = inside & (i * BLOCK_N + m >= hidden)[:, None]
             v_scale = gl.where(inside, v_scale, 1.0) + gl.zeros_like(s)
             s, factor = score(s * power[None, :], k_scale, scores)
             s = hide(s * factor + log2(v_scale), (begin + i * BLOCK_N + m)[:, None], limit)
+            if scores.window is not None:
+                s = hide_before(s, (i * BLOCK_N + m)[:, None], hidden)
             highest = gl.maximum(highest, s)
             s_tiles.index(i).store(s)
             inverse_tiles.index(i).store(inverse(v_scale))
         # Probabilities times V's scales, at most 2^15. They go to shared memory, from where the next products read them.
         row_max = gl.maximum(gl.max(highest, 0), new_score) - 15
         weights = gl.zeros([BLOCK_N, C.N], gl.float32, PRODUCTS)
-        for i in range(blocks):
+        for i in range(seen, blocks):
             p = gl.exp2(s_tiles.index(i).load(PRODUCTS) - row_max[None, :])
             weights += p * inverse_tiles.index(i).load(PRODUCTS)
             p_tiles.index(i).store(p.to(gl.float16))
@@ -415,7 +424,7 @@ def _attend_items(heads, rope, pages, ring, slots, item_tiles, sequences, result
         exist = (n < C.HEADS * C.GROUP) & (head * C.GROUP + n < C.NQ) & (token >= 0)
         normalize = 1 / total
         part = item.to(gl.int64) * C.NQ + head * C.GROUP
-        if length > C.SPLIT:
+        if length > end_of_first(length, scores.window, C.SPLIT):
             gl.store(results.row_stats + 2 * (part + n), row_max, mask=exist)
             gl.store(results.row_stats + 2 * (part + n) + 1, total, mask=exist)
         # Vᵀ · Pᵀ [pairs of channels, heads], one stage of tiles after the other.
@@ -430,7 +439,7 @@ def _attend_items(heads, rope, pages, ring, slots, item_tiles, sequences, result
                 sums = started
             if C.TILES > C.SIDE:
                 v_pairs = ask_values(gl.maximum(token, 0), head * (C.D // 2) + (c + C.SIDE) * PAIRS, heads, m, C)
-            for i in range(blocks):
+            for i in range(seen, blocks):
                 taken = take(ring, step, True)
                 p = p_tiles.index(i).load(NARROW)
                 remaining = limit - begin - i * BLOCK_N
@@ -439,6 +448,8 @@ def _attend_items(heads, rope, pages, ring, slots, item_tiles, sequences, result
                     v = taken[j]
                     if remaining < BLOCK_N:  # past the last token, V may be NaN, and zero times NaN is NaN
                         v = gl.where((column < remaining)[None, :], v, gl.zeros_like(v))
+                    if scores.window is not None and hidden > i * BLOCK_N:
+                        v = gl.where((i * BLOCK_N + column >= hidden)[None, :], v, gl.zeros_like(v))
                     even, odd = widen(v, gl.float16)
                     added += (mma_v2(even, p, sums[2 * j]), mma_v2(odd, p, sums[2 * j + 1]))  # type: ignore[assignment]
                 sums = added
@@ -448,7 +459,7 @@ def _attend_items(heads, rope, pages, ring, slots, item_tiles, sequences, result
                 channel = (c + j) * (PAIRS * 2) + 2 * m
                 stored = exist[None, :] & ((channel // C.D)[:, None] == (n // C.GROUP)[None, :])
                 at = n[None, :] * C.D + (channel % C.D)[:, None]
-                if length <= C.SPLIT:
+                if length <= end_of_first(length, scores.window, C.SPLIT):
                     out_ptrs = results.out + (token * C.NQ + head * C.GROUP) * C.D + at
                     out_head, out_channel = head * C.GROUP + n[None, :], (channel % C.D)[:, None]
                     x = gate_output(even * normalize[None, :], results, token, out_head, out_channel, stored)
@@ -489,7 +500,7 @@ def _decode_fp8_sm90_kernel(
     gl.warp_specialize(
         [
             (_attend_items, (heads, rope, pages, ring, slots, item_tiles, sequences, results, scores, sizes, C, PDL)),
-            (fetch_stages, (pages, k_pages, v_pages, ring, slots, sequences, sizes, C)),
+            (fetch_stages, (pages, k_pages, v_pages, ring, slots, sequences, sizes, scores.window, C)),
         ],
         [1],
         [C.REGISTERS],

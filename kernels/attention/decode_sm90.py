@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minirt.kernels.attention.online_softmax import gate_output, hide, score
+from minirt.kernels.attention.online_softmax import gate_output, hide, hide_before, score
 from minirt.kernels.attention.operands import AttentionInput
 from minirt.kernels.attention.work_items_sm90 import (
     BLOCK_N,
@@ -20,6 +20,8 @@ from minirt.kernels.attention.work_items_sm90 import (
     PROGRAMS,
     constants_of,
     count_blocks,
+    count_hidden,
+    end_of_first,
     fetch_items,
     find_candidates,
     find_firsts,
@@ -32,7 +34,7 @@ from minirt.kernels.attention.work_items_sm90 import (
     turn,
 )
 from minirt.kernels.hopper.ring import release, ring_barriers, wait_full
-from minirt.kernels.hopper.tiles import zero_rows_from
+from minirt.kernels.hopper.tiles import zero_rows_before, zero_rows_from
 from minirt.kernels.hopper.tma import CHANNELS, tma_descriptor
 from minirt.kernels.launch import launch_options, most_registers, sm_count
 from minirt.kernels.prepared import prepared
@@ -67,11 +69,11 @@ def _ask(place, kv_head, heads, rope, sequences, table_width, row, d, m, C):
 
 
 @gluon.jit
-def _scores(ring, q_tiles, step, blocks, begin, limit, scores, SPLIT: gl.constexpr):
+def _scores(ring, q_tiles, step, blocks, begin, hidden, limit, scores, SPLIT: gl.constexpr):
     """Compute the scores K · Qᵀ of the split that starts at token `begin`. Scores are base-2 exponents.
 
     Returns [tokens, heads] for each block of the split, and the next step of the ring. Scores past the last token in the pages
-    are −inf.
+    are −inf, as are those of the split's first `hidden` tokens.
     """
     N: gl.constexpr = q_tiles.shape[1]
     TILES: gl.constexpr = q_tiles.shape[0]
@@ -81,7 +83,7 @@ def _scores(ring, q_tiles, step, blocks, begin, limit, scores, SPLIT: gl.constex
     block_scores = ()
     for i in gl.static_range(SPLIT // BLOCK_N):
         s = gl.full([BLOCK_N, N], float("-inf"), gl.float32, PRODUCTS)
-        if i < blocks:
+        if (i >= hidden // BLOCK_N) & (i < blocks):
             stage = wait_full(full, step)
             for c in gl.static_range(TILES):
                 k = tiles.index(stage * TILES + c)
@@ -90,14 +92,16 @@ def _scores(ring, q_tiles, step, blocks, begin, limit, scores, SPLIT: gl.constex
             release(empty, step)
             s, factor = score(s, scores.scale, scores)
             s = hide(s * factor, (begin + i * BLOCK_N + m)[:, None], limit)
+            if scores.window is not None:
+                s = hide_before(s, (i * BLOCK_N + m)[:, None], hidden)
             step += 1
         block_scores += (s,)  # type: ignore[assignment]
     return block_scores, step
 
 
 @gluon.jit
-def _values(ring, p_tiles, step, blocks, D: gl.constexpr):
-    """Sums Vᵀ · Pᵀ over the split's blocks, [channels, heads] for each tile of the channels, and the ring's next step."""
+def _values(ring, p_tiles, step, first, blocks, D: gl.constexpr):
+    """Sums Vᵀ · Pᵀ over the split's blocks from `first` on, [channels, heads] for each tile of the channels, and the ring's next step."""
     BLOCKS: gl.constexpr = p_tiles.shape[0]
     N: gl.constexpr = p_tiles.shape[1]
     TILES: gl.constexpr = D // CHANNELS
@@ -107,7 +111,7 @@ def _values(ring, p_tiles, step, blocks, D: gl.constexpr):
     for _ in gl.static_range(TILES):
         accs += (gl.zeros([CHANNELS, N], gl.float32, PRODUCTS),)  # type: ignore[assignment]
     for i in gl.static_range(BLOCKS):
-        if i < blocks:
+        if (i >= first) & (i < blocks):
             stage = wait_full(full, step)
             pending = ()
             for c in gl.static_range(TILES):
@@ -145,7 +149,9 @@ def _attend_items(heads, rope, pages, ring, q_tiles, p_tiles, sequences, results
     first, programs = gl.program_id(0), gl.num_programs(0)
     items = gl.load(sequences.split_starts + B)
     firsts = find_firsts(sequences, B, C)
-    next_place = find_place(first // C.NKV, find_candidates(first // C.NKV, firsts, sequences, B, C), sequences, C)
+    next_place = find_place(
+        first // C.NKV, find_candidates(first // C.NKV, firsts, sequences, B, C), sequences, scores.window, C
+    )
     candidates = find_candidates((first + programs) // C.NKV, firsts, sequences, B, C)
     if PDL:
         gdc_wait()  # before the first read of the kernel before's output, and before the first write
@@ -158,7 +164,8 @@ def _attend_items(heads, rope, pages, ring, q_tiles, p_tiles, sequences, results
         token, length, split = next_place[1], next_place[2], next_place[3]
         q, k, v, v_sums, angles, page, q_partners, k_partners, scale = asked
         begin, limit = split * C.SPLIT, length - 1
-        blocks = count_blocks(split, length, C.SPLIT)
+        hidden, blocks = count_hidden(split, length, scores.window, C.SPLIT), count_blocks(split, length, C.SPLIT)
+        seen = hidden // BLOCK_N  # the first block with a token that is not hidden
         newest = limit < begin + C.SPLIT  # the new token belongs to this split
         q = turn(q, q_partners, q_norm, angles, scale, d, rope, C)
         k = turn(k, k_partners, k_norm, angles, (), d, rope, C)
@@ -176,10 +183,10 @@ def _attend_items(heads, rope, pages, ring, q_tiles, p_tiles, sequences, results
         new_score, factor = score(gl.convert_layout(new_score, gl.SliceLayout(0, PRODUCTS)), scores.scale, scores)
         new_score = gl.where(newest, new_score * factor, float("-inf"))
         # Load for the next item, while this one is computed.
-        next_place = find_place((pair + programs) // C.NKV, candidates, sequences, C)
+        next_place = find_place((pair + programs) // C.NKV, candidates, sequences, scores.window, C)
         asked = _ask(next_place, (pair + programs) % C.NKV, heads, rope, sequences, table_width, row, d, m, C)
         candidates = find_candidates((pair + 2 * programs) // C.NKV, firsts, sequences, B, C)
-        block_scores, step = _scores(ring, q_tiles, step, blocks, begin, limit, scores, C.SPLIT)
+        block_scores, step = _scores(ring, q_tiles, step, blocks, begin, hidden, limit, scores, C.SPLIT)
         # The probabilities go to shared memory, from where the next products read them.
         largest = gl.full([BLOCK_N, N], float("-inf"), gl.float32, PRODUCTS)
         for i in gl.static_range(BLOCKS):
@@ -187,24 +194,28 @@ def _attend_items(heads, rope, pages, ring, q_tiles, p_tiles, sequences, results
         row_max = gl.maximum(gl.max(largest, 0), new_score)
         weights = gl.zeros([BLOCK_N, N], gl.float32, PRODUCTS)
         for i in gl.static_range(BLOCKS):
-            if i < blocks:
+            if (i >= seen) & (i < blocks):
                 p = gl.exp2(block_scores[i] - row_max[None, :])
                 weights += p
                 p_tiles.index(i).store(gl.permute(p, (1, 0)).to(p_tiles.dtype))
         new_weight = gl.exp2(new_score - row_max)
         behind = begin + blocks * BLOCK_N - limit  # rows of the last block that are past the last token
         if behind > 0:
-            last = wait_full(full, step + blocks - 1)
+            last = wait_full(full, step + blocks - seen - 1)
             for c in gl.static_range(TILES):
                 zero_rows_from(tiles.index(last * TILES + c), BLOCK_N - behind, BLOCK_N)
+        if scores.window is not None and hidden % BLOCK_N > 0:
+            edge = wait_full(full, step)
+            for c in gl.static_range(TILES):
+                zero_rows_before(tiles.index(edge * TILES + c), hidden % BLOCK_N, BLOCK_N)
         fence_async_shared()
         total = gl.sum(weights, 0) + new_weight
-        accs, step = _values(ring, p_tiles, step, blocks, C.D)
+        accs, step = _values(ring, p_tiles, step, seen, blocks, C.D)
         at = n[None, :] * C.D + m[:, None]
         exist = (n < C.GROUP) & (token >= 0)
         stored = exist[None, :]
         inverse = 1 / total
-        final = length <= C.SPLIT
+        final = length <= end_of_first(length, scores.window, C.SPLIT)
         out_ptrs = results.out + (token * C.NQ + kv_head * C.GROUP) * C.D + at
         part = item.to(gl.int64) * C.NQ + kv_head * C.GROUP
         for c in gl.static_range(TILES):
@@ -248,7 +259,7 @@ def _decode_sm90_kernel(heads, rope, pages, k_pages, v_pages, sequences, results
     gl.warp_specialize(
         [
             (_attend_items, (heads, rope, pages, ring, q_tiles, p_tiles, sequences, results, scores, sizes, C, PDL)),
-            (fetch_items, (k_pages, v_pages, ring, sequences, sizes, C)),
+            (fetch_items, (k_pages, v_pages, ring, sequences, sizes, scores.window, C)),
         ],
         [1],
         [64 if C.D <= 128 else 96],  # registers of a thread of the fetching warp; the other warps share the rest

@@ -1,6 +1,6 @@
 """Shared code of the decode attention kernels for Hopper: work items, their pages by TMA, and QK-norm and RoPE of the new token.
 
-A ring is (tiles, full, empty), see `hopper.ring`. `sizes` is (B, table_width).
+A ring is (tiles, full, empty), see `hopper.ring`. `sizes` is (B, table_width), and `window` is `Scores.window`.
 """
 
 from typing import NamedTuple
@@ -110,7 +110,7 @@ def find_candidates(item, firsts, sequences, B, C):
 
 
 @gluon.jit
-def find_place(item, candidates, sequences, C):
+def find_place(item, candidates, sequences, window, C):
     """Of a work item: the sequence, its new token (see `find_candidates`), its length, and the number of the split in it.
 
     An item without a token is left out: its length is such that it has nothing but a new token, which the caller does not store.
@@ -123,6 +123,9 @@ def find_place(item, candidates, sequences, C):
     token = b
     if sequences.query_starts is not None:
         token = gl.sum(gl.where(chosen, tokens, 0), 0).to(gl.int64)
+    if window is not None:  # items start at `operands.first_split`; those without a token may count from 0
+        split += gl.where(token < 0, 0, gl.maximum(length - window, 0) // C.SPLIT)
+    if sequences.query_starts is not None:
         length = gl.where(token < 0, gl.minimum(length, split * C.SPLIT + 1), length)
     return b, token, length, split
 
@@ -135,10 +138,28 @@ def count_blocks(split, length, SPLIT: gl.constexpr):
 
 
 @gluon.jit
-def fetch_items(k_pages, v_pages, ring, sequences, sizes, C):
+def count_hidden(split, length, window, SPLIT: gl.constexpr):
+    """The number of a split's first tokens that the window hides from the sequence's new token."""
+    if window is None:
+        return 0
+    else:
+        return gl.maximum(length - window - split * SPLIT, 0)
+
+
+@gluon.jit
+def end_of_first(length, window, SPLIT: gl.constexpr):
+    """The first token past the first split that a sequence's new token sees. A sequence that ends before has no other split."""
+    if window is None:
+        return SPLIT
+    else:
+        return (gl.maximum(length - window, 0) // SPLIT + 1) * SPLIT
+
+
+@gluon.jit
+def fetch_items(k_pages, v_pages, ring, sequences, sizes, window, C):
     """Task of the fetching warp: for one item after the other, fetch the blocks of K, then those of V.
 
-    Past a sequence's end, its last rows are fetched again. The warp does not wait for the kernel before, because that kernel
+    Blocks that the window hides are left out. Past a sequence's end, its last rows are fetched again. The warp does not wait for the kernel before, because that kernel
     writes no page, and the new token is not fetched.
     """
     BOX: gl.constexpr = k_pages.block_type.shape[0]
@@ -151,8 +172,8 @@ def fetch_items(k_pages, v_pages, ring, sequences, sizes, C):
     candidates = find_candidates(gl.program_id(0) // C.NKV, firsts, sequences, B, C)
     step = 0
     for pair in range(gl.program_id(0), items * C.NKV, programs):
-        b, _, length, split = find_place(pair // C.NKV, candidates, sequences, C)
-        blocks = count_blocks(split, length, C.SPLIT)
+        b, _, length, split = find_place(pair // C.NKV, candidates, sequences, window, C)
+        first, blocks = count_hidden(split, length, window, C.SPLIT) // BLOCK_N, count_blocks(split, length, C.SPLIT)
         column = pair % C.NKV * C.D
         table_ptr = sequences.block_tables + b * table_width
         rows = ()  # rows of the pages; all loads are issued before the first use
@@ -162,7 +183,7 @@ def fetch_items(k_pages, v_pages, ring, sequences, sizes, C):
         candidates = find_candidates((pair + programs) // C.NKV, firsts, sequences, B, C)
         for IS_V in gl.static_range(2):
             for i in gl.static_range(C.SPLIT // BLOCK_N):
-                if i < blocks:
+                if (i >= first) & (i < blocks):
                     stage = wait_empty(empty, step)
                     bar = full.index(stage)
                     mbarrier.expect(bar, BLOCK_N * C.D * 2)
