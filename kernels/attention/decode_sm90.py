@@ -101,7 +101,10 @@ def _scores(ring, q_tiles, step, blocks, begin, hidden, limit, scores, SPLIT: gl
 
 @gluon.jit
 def _values(ring, p_tiles, step, first, blocks, D: gl.constexpr):
-    """Sums Vᵀ · Pᵀ over the split's blocks from `first` on, [channels, heads] for each tile of the channels, and the ring's next step."""
+    """Sums Vᵀ · Pᵀ over the split's blocks first … blocks − 1, and the ring's next step.
+
+    The sums are [channels, heads] for each tile of the channels.
+    """
     BLOCKS: gl.constexpr = p_tiles.shape[0]
     N: gl.constexpr = p_tiles.shape[1]
     TILES: gl.constexpr = D // CHANNELS

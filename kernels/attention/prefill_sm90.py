@@ -81,7 +81,10 @@ def _fetch_block(pages, rows, column, ring, step):
 
 @gluon.jit
 def _fetch_blocks(k_pages, v_pages, k, v, sequences, sizes, window, C):
-    """Fetch K and V of all tiles, one block after the other, without those that the window hides from a whole tile. Past a sequence's end, its last box is fetched again."""
+    """Fetch K and V of all tiles, one block after the other, from the first that some row sees.
+
+    Past a sequence's end, its last box is fetched again.
+    """
     BOX: gl.constexpr = k_pages.block_type.shape[0]
     _, table_width, tiles = sizes
     step = 0
@@ -177,7 +180,7 @@ def _attend_tiles(q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scor
             query = (TEAM * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))) // C.GROUP
             row_limit = before + 1 + gl.minimum(query, queries - 1)
             acc = gl.zeros([ROWS, C.D], gl.float32, SUMS)
-            begin = _first_block(before, scores.window, C.BLOCK_N)
+            opening = _first_block(before, scores.window, C.BLOCK_N)
             done += 1
             stage = wait_full(k_full, step)
             s = gl.zeros([ROWS, C.BLOCK_N], gl.float32, SCORES)
@@ -185,7 +188,7 @@ def _attend_tiles(q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scor
             s = warpgroup_mma_wait(0, deps=[s])
             release(k_empty, step)
             s, factor = score(s, scores.scale, scores)
-            s = _hide(s, begin, row_limit, scores.window)
+            s = _hide(s, opening, row_limit, scores.window)
             row_max = gl.max(s, 1) * factor
             if scores.window is not None:  # else every row sees a token of the first block, so its row maximum is finite
                 row_max = gl.maximum(row_max, LOWEST)
@@ -193,10 +196,10 @@ def _attend_tiles(q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scor
             total = gl.sum(s, 1)
             p = gl.convert_layout(_narrow(s, q_tile), gl.DotOperandLayout(0, SUMS, 2))
             FIRST: gl.constexpr = 1 if scores.window is None else 0
-            second = begin + C.BLOCK_N
+            second = opening + C.BLOCK_N
             edge = second  # the first block that the window hides in no row
             if scores.window is not None:
-                hidden = before + 1 - scores.window - begin  # tokens of the first block that no row sees: V may be NaN
+                hidden = before + 1 - scores.window - opening  # tokens of the first block that no row sees: V may be NaN
                 if hidden > 0:
                     PART: gl.constexpr = C.BLOCK_N // TEAMS  # the other team clears the rest
                     stage = wait_full(v_full, step)

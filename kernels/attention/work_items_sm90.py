@@ -159,8 +159,8 @@ def end_of_first(length, window, SPLIT: gl.constexpr):
 def fetch_items(k_pages, v_pages, ring, sequences, sizes, window, C):
     """Task of the fetching warp: for one item after the other, fetch the blocks of K, then those of V.
 
-    Blocks that the window hides are left out. Past a sequence's end, its last rows are fetched again. The warp does not wait for the kernel before, because that kernel
-    writes no page, and the new token is not fetched.
+    Blocks that the window hides are left out. Past a sequence's end, its last rows are fetched again. The warp does not wait for
+    the kernel before, because that kernel writes no page, and the new token is not fetched.
     """
     BOX: gl.constexpr = k_pages.block_type.shape[0]
     TILES: gl.constexpr = C.D // CHANNELS
