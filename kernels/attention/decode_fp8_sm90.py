@@ -39,9 +39,8 @@ from minirt.kernels.attention.operands import AttentionFacts, AttentionInput, de
 from minirt.kernels.attention.work_items_sm90 import (
     BLOCK_N,
     constants_of,
-    count_blocks,
-    count_hidden,
     end_of_first,
+    find_blocks,
     find_candidates,
     find_firsts,
     find_place,
@@ -162,14 +161,14 @@ def fetch_stages(pages, k_pages, v_pages, ring, slots, sequences, sizes, window,
     step, count = 0, 0
     for unit in range(gl.program_id(0), items * C.UNITS, programs):
         b, _, length, split = find_place(unit // C.UNITS, candidates, sequences, window, C)
-        first, blocks = count_hidden(split, length, window, C.SPLIT) // BLOCK_N, count_blocks(split, length, C.SPLIT)
+        begin, blocks, _ = find_blocks(split, length, window, C.SPLIT)
         column = unit % C.UNITS * (C.TILES * PAIRS)
         # The first row of each box of the split, one per lane. Past a sequence's end, its last rows are fetched again.
-        t = gl.maximum(gl.minimum(split * C.SPLIT + lanes() * BOX, length - 2), 0) // BOX * BOX
+        t = gl.maximum(gl.minimum(begin + lanes() * BOX, length - 2), 0) // BOX * BOX
         numbers = gl.load(sequences.block_tables + b * table_width + t // C.PAGE_SIZE)
         rows = numbers * C.PAGE_SIZE + t % C.PAGE_SIZE
         candidates = find_candidates((unit + programs) // C.UNITS, firsts, sequences, B, C)
-        for i in range(first, blocks):
+        for i in range(blocks):
             wait_empty(ring[2], step + C.STAGES - TURN)
             _fetch_scales(pages, rows, slots, i, unit % C.UNITS * C.HEADS, count, C, BOX)
             count += 1
@@ -177,7 +176,7 @@ def fetch_stages(pages, k_pages, v_pages, ring, slots, sequences, sizes, window,
                 _fetch(k_pages, rows, ring, i, column + c * PAIRS, step, C.SIDE)
                 step += 1
         for c in range(0, C.TILES, C.SIDE):
-            for i in range(first, blocks):
+            for i in range(blocks):
                 _fetch(v_pages, rows, ring, i, column + c * PAIRS, step, C.SIDE)
                 step += 1
 
@@ -357,10 +356,9 @@ def _attend_items(heads, rope, pages, ring, slots, item_tiles, sequences, result
         item, head = unit // C.UNITS, unit % C.UNITS * C.HEADS
         token, length, split = next_place[1], next_place[2], next_place[3]
         raw_q, raw_k, raw_v, v_pairs, angles, page, q_partners, k_partners, q_scale = asked
-        begin, limit = split * C.SPLIT, length - 1
-        hidden, blocks = count_hidden(split, length, scores.window, C.SPLIT), count_blocks(split, length, C.SPLIT)
-        seen = hidden // BLOCK_N  # the first block with a token that is not hidden
-        newest = limit < begin + C.SPLIT  # the new token belongs to this split
+        begin, blocks, hidden = find_blocks(split, length, scores.window, C.SPLIT)
+        limit = length - 1
+        newest = limit < split * C.SPLIT + C.SPLIT  # the new token belongs to this split
         q_left, q_right = turn(raw_q, q_partners, q_norm, angles, q_scale, d, rope, C)
         q_left, q_right = q_left.to(gl.float32), q_right.to(gl.float32)
         # A power of two for each row makes the queries fit the range of fp16, see `online_softmax.prepare`.
@@ -393,7 +391,7 @@ def _attend_items(heads, rope, pages, ring, slots, item_tiles, sequences, result
         highest = gl.full([BLOCK_N, C.N], float("-inf"), gl.float32, PRODUCTS)
         q_even = q_tiles.index(0).permute((1, 0)).load(NARROW)
         q_odd = q_tiles.index(1).permute((1, 0)).load(NARROW)
-        for i in range(seen, blocks):
+        for i in range(blocks):
             taken, k_scale, v_scale = take_with_scales(ring, slots, step, count, second)
             step, count = step + 1, count + 1
             s = _scores(gl.zeros([BLOCK_N, C.N], gl.float32, PRODUCTS), taken, q_even, q_odd, n // (C.GROUP * WITHIN))
@@ -415,7 +413,7 @@ def _attend_items(heads, rope, pages, ring, slots, item_tiles, sequences, result
         # Probabilities times V's scales, at most 2^15. They go to shared memory, from where the next products read them.
         row_max = gl.maximum(gl.max(highest, 0), new_score) - 15
         weights = gl.zeros([BLOCK_N, C.N], gl.float32, PRODUCTS)
-        for i in range(seen, blocks):
+        for i in range(blocks):
             p = gl.exp2(s_tiles.index(i).load(PRODUCTS) - row_max[None, :])
             weights += p * inverse_tiles.index(i).load(PRODUCTS)
             p_tiles.index(i).store(p.to(gl.float16))
@@ -439,7 +437,7 @@ def _attend_items(heads, rope, pages, ring, slots, item_tiles, sequences, result
                 sums = started
             if C.TILES > C.SIDE:
                 v_pairs = ask_values(gl.maximum(token, 0), head * (C.D // 2) + (c + C.SIDE) * PAIRS, heads, m, C)
-            for i in range(seen, blocks):
+            for i in range(blocks):
                 taken = take(ring, step, True)
                 p = p_tiles.index(i).load(NARROW)
                 remaining = limit - begin - i * BLOCK_N
@@ -448,8 +446,8 @@ def _attend_items(heads, rope, pages, ring, slots, item_tiles, sequences, result
                     v = taken[j]
                     if remaining < BLOCK_N:  # past the last token, V may be NaN, and zero times NaN is NaN
                         v = gl.where((column < remaining)[None, :], v, gl.zeros_like(v))
-                    if scores.window is not None and hidden > i * BLOCK_N:
-                        v = gl.where((i * BLOCK_N + column >= hidden)[None, :], v, gl.zeros_like(v))
+                    if scores.window is not None and i * BLOCK_N < hidden:
+                        v = gl.where((column >= hidden)[None, :], v, gl.zeros_like(v))
                     even, odd = widen(v, gl.float16)
                     added += (mma_v2(even, p, sums[2 * j]), mma_v2(odd, p, sums[2 * j + 1]))  # type: ignore[assignment]
                 sums = added

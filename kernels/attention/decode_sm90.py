@@ -19,10 +19,9 @@ from minirt.kernels.attention.work_items_sm90 import (
     BOX,
     PROGRAMS,
     constants_of,
-    count_blocks,
-    count_hidden,
     end_of_first,
     fetch_items,
+    find_blocks,
     find_candidates,
     find_firsts,
     find_place,
@@ -70,10 +69,10 @@ def _ask(place, kv_head, heads, rope, sequences, table_width, row, d, m, C):
 
 @gluon.jit
 def _scores(ring, q_tiles, step, blocks, begin, hidden, limit, scores, SPLIT: gl.constexpr):
-    """Compute the scores K · Qᵀ of the split that starts at token `begin`. Scores are base-2 exponents.
+    """Compute the scores K · Qᵀ of the split whose blocks start at token `begin`. Scores are base-2 exponents.
 
-    Returns [tokens, heads] for each block of the split, and the next step of the ring. Scores past the last token in the pages
-    are −inf, as are those of the split's first `hidden` tokens.
+    Returns [tokens, heads] for each block of the split, and the next step of the ring. Scores of the first `hidden` tokens, and
+    past the last token in the pages, are −inf.
     """
     N: gl.constexpr = q_tiles.shape[1]
     TILES: gl.constexpr = q_tiles.shape[0]
@@ -83,7 +82,7 @@ def _scores(ring, q_tiles, step, blocks, begin, hidden, limit, scores, SPLIT: gl
     block_scores = ()
     for i in gl.static_range(SPLIT // BLOCK_N):
         s = gl.full([BLOCK_N, N], float("-inf"), gl.float32, PRODUCTS)
-        if (i >= hidden // BLOCK_N) & (i < blocks):
+        if i < blocks:
             stage = wait_full(full, step)
             for c in gl.static_range(TILES):
                 k = tiles.index(stage * TILES + c)
@@ -92,19 +91,16 @@ def _scores(ring, q_tiles, step, blocks, begin, hidden, limit, scores, SPLIT: gl
             release(empty, step)
             s, factor = score(s, scores.scale, scores)
             s = hide(s * factor, (begin + i * BLOCK_N + m)[:, None], limit)
-            if scores.window is not None:
-                s = hide_before(s, (i * BLOCK_N + m)[:, None], hidden)
+            if i == 0 and scores.window is not None:
+                s = hide_before(s, m[:, None], hidden)
             step += 1
         block_scores += (s,)  # type: ignore[assignment]
     return block_scores, step
 
 
 @gluon.jit
-def _values(ring, p_tiles, step, first, blocks, D: gl.constexpr):
-    """Sums Vᵀ · Pᵀ over the split's blocks first … blocks − 1, and the ring's next step.
-
-    The sums are [channels, heads] for each tile of the channels.
-    """
+def _values(ring, p_tiles, step, blocks, D: gl.constexpr):
+    """Sums Vᵀ · Pᵀ over the split's blocks, [channels, heads] for each tile of the channels, and the ring's next step."""
     BLOCKS: gl.constexpr = p_tiles.shape[0]
     N: gl.constexpr = p_tiles.shape[1]
     TILES: gl.constexpr = D // CHANNELS
@@ -114,7 +110,7 @@ def _values(ring, p_tiles, step, first, blocks, D: gl.constexpr):
     for _ in gl.static_range(TILES):
         accs += (gl.zeros([CHANNELS, N], gl.float32, PRODUCTS),)  # type: ignore[assignment]
     for i in gl.static_range(BLOCKS):
-        if (i >= first) & (i < blocks):
+        if i < blocks:
             stage = wait_full(full, step)
             pending = ()
             for c in gl.static_range(TILES):
@@ -166,10 +162,9 @@ def _attend_items(heads, rope, pages, ring, q_tiles, p_tiles, sequences, results
         item, kv_head = pair // C.NKV, pair % C.NKV
         token, length, split = next_place[1], next_place[2], next_place[3]
         q, k, v, v_sums, angles, page, q_partners, k_partners, scale = asked
-        begin, limit = split * C.SPLIT, length - 1
-        hidden, blocks = count_hidden(split, length, scores.window, C.SPLIT), count_blocks(split, length, C.SPLIT)
-        seen = hidden // BLOCK_N  # the first block with a token that is not hidden
-        newest = limit < begin + C.SPLIT  # the new token belongs to this split
+        begin, blocks, hidden = find_blocks(split, length, scores.window, C.SPLIT)
+        limit = length - 1
+        newest = limit < split * C.SPLIT + C.SPLIT  # the new token belongs to this split
         q = turn(q, q_partners, q_norm, angles, scale, d, rope, C)
         k = turn(k, k_partners, k_norm, angles, (), d, rope, C)
         for i in gl.static_range(C.PIECES):
@@ -197,23 +192,23 @@ def _attend_items(heads, rope, pages, ring, q_tiles, p_tiles, sequences, results
         row_max = gl.maximum(gl.max(largest, 0), new_score)
         weights = gl.zeros([BLOCK_N, N], gl.float32, PRODUCTS)
         for i in gl.static_range(BLOCKS):
-            if (i >= seen) & (i < blocks):
+            if i < blocks:
                 p = gl.exp2(block_scores[i] - row_max[None, :])
                 weights += p
                 p_tiles.index(i).store(gl.permute(p, (1, 0)).to(p_tiles.dtype))
         new_weight = gl.exp2(new_score - row_max)
         behind = begin + blocks * BLOCK_N - limit  # rows of the last block that are past the last token
         if behind > 0:
-            last = wait_full(full, step + blocks - seen - 1)
+            last = wait_full(full, step + blocks - 1)
             for c in gl.static_range(TILES):
                 zero_rows_from(tiles.index(last * TILES + c), BLOCK_N - behind, BLOCK_N)
-        if scores.window is not None and hidden % BLOCK_N > 0:
+        if scores.window is not None and hidden > 0:
             edge = wait_full(full, step)
             for c in gl.static_range(TILES):
-                zero_rows_before(tiles.index(edge * TILES + c), hidden % BLOCK_N, BLOCK_N)
+                zero_rows_before(tiles.index(edge * TILES + c), hidden, BLOCK_N)
         fence_async_shared()
         total = gl.sum(weights, 0) + new_weight
-        accs, step = _values(ring, p_tiles, step, seen, blocks, C.D)
+        accs, step = _values(ring, p_tiles, step, blocks, C.D)
         at = n[None, :] * C.D + m[:, None]
         exist = (n < C.GROUP) & (token >= 0)
         stored = exist[None, :]

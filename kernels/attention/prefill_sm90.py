@@ -181,6 +181,16 @@ def _attend_tiles(q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scor
             row_limit = before + 1 + gl.minimum(query, queries - 1)
             acc = gl.zeros([ROWS, C.D], gl.float32, SUMS)
             opening = _first_block(before, scores.window, C.BLOCK_N)
+            if scores.window is not None:
+                hidden = before + 1 - scores.window - opening  # tokens of the first block that no row sees
+                if hidden > 0:
+                    PART: gl.constexpr = C.BLOCK_N // TEAMS  # the other team clears the rest
+                    stage = wait_full(v_full, step)
+                    zero_rows_before(v_tiles.index(stage).slice(TEAM * PART, PART), hidden - TEAM * PART, 16)
+                    fence_async_shared()
+                    mbarrier.arrive(cleared.index(0))
+                    mbarrier.wait(cleared.index(0), clears & 1)
+                    clears += 1
             done += 1
             stage = wait_full(k_full, step)
             s = gl.zeros([ROWS, C.BLOCK_N], gl.float32, SCORES)
@@ -199,15 +209,6 @@ def _attend_tiles(q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scor
             second = opening + C.BLOCK_N
             edge = second  # the first block that the window hides in no row
             if scores.window is not None:
-                hidden = before + 1 - scores.window - opening  # tokens of the first block that no row sees: V may be NaN
-                if hidden > 0:
-                    PART: gl.constexpr = C.BLOCK_N // TEAMS  # the other team clears the rest
-                    stage = wait_full(v_full, step)
-                    zero_rows_before(v_tiles.index(stage).slice(TEAM * PART, PART), hidden - TEAM * PART, 16)
-                    fence_async_shared()
-                    mbarrier.arrive(cleared.index(0))
-                    mbarrier.wait(cleared.index(0), clears & 1)
-                    clears += 1
                 edge = gl.maximum((seen - scores.window + C.BLOCK_N - 1) // C.BLOCK_N * C.BLOCK_N, second)
             seen_by_all = gl.maximum((before + 1) // C.BLOCK_N * C.BLOCK_N, edge)
             for PHASE in gl.static_range(FIRST, 3):  # masked by the window, not masked, masked by the end

@@ -131,19 +131,18 @@ def find_place(item, candidates, sequences, window, C):
 
 
 @gluon.jit
-def count_blocks(split, length, SPLIT: gl.constexpr):
-    """The number of blocks of a split's tokens that are in the pages. The sequence's last token is new and not in them."""
+def find_blocks(split, length, window, SPLIT: gl.constexpr):
+    """The blocks of a split that are in the pages and not hidden by the window: the first one's first token, and their number.
+
+    The sequence's last token is new and not in the pages. Also returns how many tokens of the first block are hidden.
+    """
+    begin, hidden = split * SPLIT, 0
     tokens = gl.minimum(length - 1 - split * SPLIT, SPLIT)
-    return (tokens + BLOCK_N - 1) // BLOCK_N
-
-
-@gluon.jit
-def count_hidden(split, length, window, SPLIT: gl.constexpr):
-    """The number of a split's first tokens that the window hides from the sequence's new token."""
-    if window is None:
-        return 0
-    else:
-        return gl.maximum(length - window - split * SPLIT, 0)
+    blocks = (tokens + BLOCK_N - 1) // BLOCK_N
+    if window is not None:
+        hidden = gl.maximum(length - window - begin, 0)
+        begin, blocks, hidden = begin + hidden // BLOCK_N * BLOCK_N, blocks - hidden // BLOCK_N, hidden % BLOCK_N
+    return begin, blocks, hidden
 
 
 @gluon.jit
@@ -159,8 +158,8 @@ def end_of_first(length, window, SPLIT: gl.constexpr):
 def fetch_items(k_pages, v_pages, ring, sequences, sizes, window, C):
     """Task of the fetching warp: for one item after the other, fetch the blocks of K, then those of V.
 
-    Blocks that the window hides are left out. Past a sequence's end, its last rows are fetched again. The warp does not wait for
-    the kernel before, because that kernel writes no page, and the new token is not fetched.
+    Past a sequence's end, its last rows are fetched again. The warp does not wait for the kernel before, because that kernel
+    writes no page, and the new token is not fetched.
     """
     BOX: gl.constexpr = k_pages.block_type.shape[0]
     TILES: gl.constexpr = C.D // CHANNELS
@@ -173,17 +172,17 @@ def fetch_items(k_pages, v_pages, ring, sequences, sizes, window, C):
     step = 0
     for pair in range(gl.program_id(0), items * C.NKV, programs):
         b, _, length, split = find_place(pair // C.NKV, candidates, sequences, window, C)
-        first, blocks = count_hidden(split, length, window, C.SPLIT) // BLOCK_N, count_blocks(split, length, C.SPLIT)
+        begin, blocks, _ = find_blocks(split, length, window, C.SPLIT)
         column = pair % C.NKV * C.D
         table_ptr = sequences.block_tables + b * table_width
         rows = ()  # rows of the pages; all loads are issued before the first use
         for i in gl.static_range(0, C.SPLIT, BOX):
-            t = gl.maximum(gl.minimum(split * C.SPLIT + i, length - 2), 0) // BOX * BOX
+            t = gl.maximum(gl.minimum(begin + i, length - 2), 0) // BOX * BOX
             rows += (gl.load(table_ptr + t // C.PAGE_SIZE) * C.PAGE_SIZE + t % C.PAGE_SIZE,)  # type: ignore[assignment]
         candidates = find_candidates((pair + programs) // C.NKV, firsts, sequences, B, C)
         for IS_V in gl.static_range(2):
             for i in gl.static_range(C.SPLIT // BLOCK_N):
-                if (i >= first) & (i < blocks):
+                if i < blocks:
                     stage = wait_empty(empty, step)
                     bar = full.index(stage)
                     mbarrier.expect(bar, BLOCK_N * C.D * 2)
