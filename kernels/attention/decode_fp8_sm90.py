@@ -34,12 +34,13 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minirt.kernels.attention.online_softmax import gate_output, hide, inverse, log2, score, widen
+from minirt.kernels.attention.online_softmax import gate_output, hide, hide_before, inverse, log2, score, widen
 from minirt.kernels.attention.operands import AttentionFacts, AttentionInput, decode_lookup_size
 from minirt.kernels.attention.work_items_sm90 import (
     BLOCK_N,
     constants_of,
-    count_blocks,
+    end_of_first,
+    find_blocks,
     find_candidates,
     find_firsts,
     find_place,
@@ -144,7 +145,7 @@ def _fetch_scales(pages, rows, slots, block, first_head, count, C, BOX: gl.const
 
 
 @gluon.jit
-def fetch_stages(pages, k_pages, v_pages, ring, slots, sequences, sizes, C):
+def fetch_stages(pages, k_pages, v_pages, ring, slots, sequences, sizes, window, C):
     """Task of the fetching warp: fetch scales, K and V of one item after the other.
 
     Order: for each block, its scales and all tiles of its K; then, for each stage of the tiles, V of all blocks. Like
@@ -159,11 +160,11 @@ def fetch_stages(pages, k_pages, v_pages, ring, slots, sequences, sizes, C):
     candidates = find_candidates(gl.program_id(0) // C.UNITS, firsts, sequences, B, C)
     step, count = 0, 0
     for unit in range(gl.program_id(0), items * C.UNITS, programs):
-        b, _, length, split = find_place(unit // C.UNITS, candidates, sequences, C)
-        blocks = count_blocks(split, length, C.SPLIT)
+        b, _, length, split = find_place(unit // C.UNITS, candidates, sequences, window, C)
+        begin, blocks, _ = find_blocks(split, length, window, C.SPLIT)
         column = unit % C.UNITS * (C.TILES * PAIRS)
         # The first row of each box of the split, one per lane. Past a sequence's end, its last rows are fetched again.
-        t = gl.maximum(gl.minimum(split * C.SPLIT + lanes() * BOX, length - 2), 0) // BOX * BOX
+        t = gl.maximum(gl.minimum(begin + lanes() * BOX, length - 2), 0) // BOX * BOX
         numbers = gl.load(sequences.block_tables + b * table_width + t // C.PAGE_SIZE)
         rows = numbers * C.PAGE_SIZE + t % C.PAGE_SIZE
         candidates = find_candidates((unit + programs) // C.UNITS, firsts, sequences, B, C)
@@ -340,7 +341,9 @@ def _attend_items(heads, rope, pages, ring, slots, item_tiles, sequences, result
     first, programs = gl.program_id(0), gl.num_programs(0)
     items = gl.load(sequences.split_starts + B)
     firsts = find_firsts(sequences, B, C)
-    next_place = find_place(first // C.UNITS, find_candidates(first // C.UNITS, firsts, sequences, B, C), sequences, C)
+    next_place = find_place(
+        first // C.UNITS, find_candidates(first // C.UNITS, firsts, sequences, B, C), sequences, scores.window, C
+    )
     candidates = find_candidates((first + programs) // C.UNITS, firsts, sequences, B, C)
     next_head = first % C.UNITS * C.HEADS
     if PDL:
@@ -353,9 +356,9 @@ def _attend_items(heads, rope, pages, ring, slots, item_tiles, sequences, result
         item, head = unit // C.UNITS, unit % C.UNITS * C.HEADS
         token, length, split = next_place[1], next_place[2], next_place[3]
         raw_q, raw_k, raw_v, v_pairs, angles, page, q_partners, k_partners, q_scale = asked
-        begin, limit = split * C.SPLIT, length - 1
-        blocks = count_blocks(split, length, C.SPLIT)
-        newest = limit < begin + C.SPLIT  # the new token belongs to this split
+        begin, blocks, hidden = find_blocks(split, length, scores.window, C.SPLIT)
+        limit = length - 1
+        newest = limit < split * C.SPLIT + C.SPLIT  # the new token belongs to this split
         q_left, q_right = turn(raw_q, q_partners, q_norm, angles, q_scale, d, rope, C)
         q_left, q_right = q_left.to(gl.float32), q_right.to(gl.float32)
         # A power of two for each row makes the queries fit the range of fp16, see `online_softmax.prepare`.
@@ -380,7 +383,7 @@ def _attend_items(heads, rope, pages, ring, slots, item_tiles, sequences, result
             new_scale = gl.convert_layout(v_scale, gl.SliceLayout(0, PRODUCTS))
         new_score += log2(new_scale)
         # Load for the next item, while this one is computed.
-        next_place = find_place((unit + programs) // C.UNITS, candidates, sequences, C)
+        next_place = find_place((unit + programs) // C.UNITS, candidates, sequences, scores.window, C)
         next_head = (unit + programs) % C.UNITS * C.HEADS
         asked = ask_token(next_place, next_head, heads, rope, sequences, table_width, row, writes, d, m, C)
         candidates = find_candidates((unit + 2 * programs) // C.UNITS, firsts, sequences, B, C)
@@ -397,9 +400,13 @@ def _attend_items(heads, rope, pages, ring, slots, item_tiles, sequences, result
                 s = _scores(s, taken, q_even, q_odd, n // (C.GROUP * WITHIN) - c)
                 step += 1
             inside = (begin + i * BLOCK_N + m < limit)[:, None]
+            if scores.window is not None:
+                inside = inside & (i * BLOCK_N + m >= hidden)[:, None]
             v_scale = gl.where(inside, v_scale, 1.0) + gl.zeros_like(s)
             s, factor = score(s * power[None, :], k_scale, scores)
             s = hide(s * factor + log2(v_scale), (begin + i * BLOCK_N + m)[:, None], limit)
+            if scores.window is not None:
+                s = hide_before(s, (i * BLOCK_N + m)[:, None], hidden)
             highest = gl.maximum(highest, s)
             s_tiles.index(i).store(s)
             inverse_tiles.index(i).store(inverse(v_scale))
@@ -415,7 +422,7 @@ def _attend_items(heads, rope, pages, ring, slots, item_tiles, sequences, result
         exist = (n < C.HEADS * C.GROUP) & (head * C.GROUP + n < C.NQ) & (token >= 0)
         normalize = 1 / total
         part = item.to(gl.int64) * C.NQ + head * C.GROUP
-        if length > C.SPLIT:
+        if length > end_of_first(length, scores.window, C.SPLIT):
             gl.store(results.row_stats + 2 * (part + n), row_max, mask=exist)
             gl.store(results.row_stats + 2 * (part + n) + 1, total, mask=exist)
         # Vᵀ · Pᵀ [pairs of channels, heads], one stage of tiles after the other.
@@ -439,6 +446,8 @@ def _attend_items(heads, rope, pages, ring, slots, item_tiles, sequences, result
                     v = taken[j]
                     if remaining < BLOCK_N:  # past the last token, V may be NaN, and zero times NaN is NaN
                         v = gl.where((column < remaining)[None, :], v, gl.zeros_like(v))
+                    if scores.window is not None and i * BLOCK_N < hidden:
+                        v = gl.where((column >= hidden)[None, :], v, gl.zeros_like(v))
                     even, odd = widen(v, gl.float16)
                     added += (mma_v2(even, p, sums[2 * j]), mma_v2(odd, p, sums[2 * j + 1]))  # type: ignore[assignment]
                 sums = added
@@ -448,7 +457,7 @@ def _attend_items(heads, rope, pages, ring, slots, item_tiles, sequences, result
                 channel = (c + j) * (PAIRS * 2) + 2 * m
                 stored = exist[None, :] & ((channel // C.D)[:, None] == (n // C.GROUP)[None, :])
                 at = n[None, :] * C.D + (channel % C.D)[:, None]
-                if length <= C.SPLIT:
+                if length <= end_of_first(length, scores.window, C.SPLIT):
                     out_ptrs = results.out + (token * C.NQ + head * C.GROUP) * C.D + at
                     out_head, out_channel = head * C.GROUP + n[None, :], (channel % C.D)[:, None]
                     x = gate_output(even * normalize[None, :], results, token, out_head, out_channel, stored)
@@ -489,7 +498,7 @@ def _decode_fp8_sm90_kernel(
     gl.warp_specialize(
         [
             (_attend_items, (heads, rope, pages, ring, slots, item_tiles, sequences, results, scores, sizes, C, PDL)),
-            (fetch_stages, (pages, k_pages, v_pages, ring, slots, sequences, sizes, C)),
+            (fetch_stages, (pages, k_pages, v_pages, ring, slots, sequences, sizes, scores.window, C)),
         ],
         [1],
         [C.REGISTERS],

@@ -12,15 +12,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minirt.kernels.attention.online_softmax import gate_output, hide, score
+from minirt.kernels.attention.online_softmax import gate_output, hide, hide_before, score
 from minirt.kernels.attention.operands import AttentionInput
 from minirt.kernels.attention.work_items_sm90 import (
     BLOCK_N,
     BOX,
     PROGRAMS,
     constants_of,
-    count_blocks,
+    end_of_first,
     fetch_items,
+    find_blocks,
     find_candidates,
     find_firsts,
     find_place,
@@ -32,7 +33,7 @@ from minirt.kernels.attention.work_items_sm90 import (
     turn,
 )
 from minirt.kernels.hopper.ring import release, ring_barriers, wait_full
-from minirt.kernels.hopper.tiles import zero_rows_from
+from minirt.kernels.hopper.tiles import zero_rows_before, zero_rows_from
 from minirt.kernels.hopper.tma import CHANNELS, tma_descriptor
 from minirt.kernels.launch import launch_options, most_registers, sm_count
 from minirt.kernels.prepared import prepared
@@ -67,11 +68,11 @@ def _ask(place, kv_head, heads, rope, sequences, table_width, row, d, m, C):
 
 
 @gluon.jit
-def _scores(ring, q_tiles, step, blocks, begin, limit, scores, SPLIT: gl.constexpr):
-    """Compute the scores K · Qᵀ of the split that starts at token `begin`. Scores are base-2 exponents.
+def _scores(ring, q_tiles, step, blocks, begin, hidden, limit, scores, SPLIT: gl.constexpr):
+    """Compute the scores K · Qᵀ of the split whose blocks start at token `begin`. Scores are base-2 exponents.
 
-    Returns [tokens, heads] for each block of the split, and the next step of the ring. Scores past the last token in the pages
-    are −inf.
+    Returns [tokens, heads] for each block of the split, and the next step of the ring. Scores of the first `hidden` tokens, and
+    past the last token in the pages, are −inf.
     """
     N: gl.constexpr = q_tiles.shape[1]
     TILES: gl.constexpr = q_tiles.shape[0]
@@ -90,6 +91,8 @@ def _scores(ring, q_tiles, step, blocks, begin, limit, scores, SPLIT: gl.constex
             release(empty, step)
             s, factor = score(s, scores.scale, scores)
             s = hide(s * factor, (begin + i * BLOCK_N + m)[:, None], limit)
+            if i == 0 and scores.window is not None:
+                s = hide_before(s, m[:, None], hidden)
             step += 1
         block_scores += (s,)  # type: ignore[assignment]
     return block_scores, step
@@ -145,7 +148,9 @@ def _attend_items(heads, rope, pages, ring, q_tiles, p_tiles, sequences, results
     first, programs = gl.program_id(0), gl.num_programs(0)
     items = gl.load(sequences.split_starts + B)
     firsts = find_firsts(sequences, B, C)
-    next_place = find_place(first // C.NKV, find_candidates(first // C.NKV, firsts, sequences, B, C), sequences, C)
+    next_place = find_place(
+        first // C.NKV, find_candidates(first // C.NKV, firsts, sequences, B, C), sequences, scores.window, C
+    )
     candidates = find_candidates((first + programs) // C.NKV, firsts, sequences, B, C)
     if PDL:
         gdc_wait()  # before the first read of the kernel before's output, and before the first write
@@ -157,9 +162,9 @@ def _attend_items(heads, rope, pages, ring, q_tiles, p_tiles, sequences, results
         item, kv_head = pair // C.NKV, pair % C.NKV
         token, length, split = next_place[1], next_place[2], next_place[3]
         q, k, v, v_sums, angles, page, q_partners, k_partners, scale = asked
-        begin, limit = split * C.SPLIT, length - 1
-        blocks = count_blocks(split, length, C.SPLIT)
-        newest = limit < begin + C.SPLIT  # the new token belongs to this split
+        begin, blocks, hidden = find_blocks(split, length, scores.window, C.SPLIT)
+        limit = length - 1
+        newest = limit < split * C.SPLIT + C.SPLIT  # the new token belongs to this split
         q = turn(q, q_partners, q_norm, angles, scale, d, rope, C)
         k = turn(k, k_partners, k_norm, angles, (), d, rope, C)
         for i in gl.static_range(C.PIECES):
@@ -176,10 +181,10 @@ def _attend_items(heads, rope, pages, ring, q_tiles, p_tiles, sequences, results
         new_score, factor = score(gl.convert_layout(new_score, gl.SliceLayout(0, PRODUCTS)), scores.scale, scores)
         new_score = gl.where(newest, new_score * factor, float("-inf"))
         # Load for the next item, while this one is computed.
-        next_place = find_place((pair + programs) // C.NKV, candidates, sequences, C)
+        next_place = find_place((pair + programs) // C.NKV, candidates, sequences, scores.window, C)
         asked = _ask(next_place, (pair + programs) % C.NKV, heads, rope, sequences, table_width, row, d, m, C)
         candidates = find_candidates((pair + 2 * programs) // C.NKV, firsts, sequences, B, C)
-        block_scores, step = _scores(ring, q_tiles, step, blocks, begin, limit, scores, C.SPLIT)
+        block_scores, step = _scores(ring, q_tiles, step, blocks, begin, hidden, limit, scores, C.SPLIT)
         # The probabilities go to shared memory, from where the next products read them.
         largest = gl.full([BLOCK_N, N], float("-inf"), gl.float32, PRODUCTS)
         for i in gl.static_range(BLOCKS):
@@ -197,6 +202,10 @@ def _attend_items(heads, rope, pages, ring, q_tiles, p_tiles, sequences, results
             last = wait_full(full, step + blocks - 1)
             for c in gl.static_range(TILES):
                 zero_rows_from(tiles.index(last * TILES + c), BLOCK_N - behind, BLOCK_N)
+        if scores.window is not None and hidden > 0:
+            edge = wait_full(full, step)
+            for c in gl.static_range(TILES):
+                zero_rows_before(tiles.index(edge * TILES + c), hidden, BLOCK_N)
         fence_async_shared()
         total = gl.sum(weights, 0) + new_weight
         accs, step = _values(ring, p_tiles, step, blocks, C.D)
@@ -204,7 +213,7 @@ def _attend_items(heads, rope, pages, ring, q_tiles, p_tiles, sequences, results
         exist = (n < C.GROUP) & (token >= 0)
         stored = exist[None, :]
         inverse = 1 / total
-        final = length <= C.SPLIT
+        final = length <= end_of_first(length, scores.window, C.SPLIT)
         out_ptrs = results.out + (token * C.NQ + kv_head * C.GROUP) * C.D + at
         part = item.to(gl.int64) * C.NQ + kv_head * C.GROUP
         for c in gl.static_range(TILES):
@@ -248,7 +257,7 @@ def _decode_sm90_kernel(heads, rope, pages, k_pages, v_pages, sequences, results
     gl.warp_specialize(
         [
             (_attend_items, (heads, rope, pages, ring, q_tiles, p_tiles, sequences, results, scores, sizes, C, PDL)),
-            (fetch_items, (k_pages, v_pages, ring, sequences, sizes, C)),
+            (fetch_items, (k_pages, v_pages, ring, sequences, sizes, scores.window, C)),
         ],
         [1],
         [64 if C.D <= 128 else 96],  # registers of a thread of the fetching warp; the other warps share the rest

@@ -113,6 +113,12 @@ def _base(row_max, row_oldest):
 
 
 @triton.jit
+def hide_before(s, t, row_first):
+    """Scores s of the tokens t; −inf for tokens before row_first, which a window hides. The arguments broadcast."""
+    return tl.where(t >= row_first, s, float("-inf"))
+
+
+@triton.jit
 def split_channels(x):
     """The even and the odd channels of x [M, D], [M, D/2] each. FP8 pages are read in this order."""
     return tl.split(x.reshape(x.shape[0], x.shape[1] // 2, 2))

@@ -14,11 +14,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from minirt.kernels.attention.constants import Constants
-from minirt.kernels.attention.online_softmax import hide, score
+from minirt.kernels.attention.online_softmax import hide, hide_before, score
 from minirt.kernels.attention.operands import AttentionInput, prefill_lookup_size
 from minirt.kernels.attention.partial import is_left
 from minirt.kernels.hopper.ring import barriers, release, ring_barriers, wait_empty, wait_full
-from minirt.kernels.hopper.tiles import zero_rows_from
+from minirt.kernels.hopper.tiles import zero_rows_before, zero_rows_from
 from minirt.kernels.hopper.tma import CHANNELS, tma_descriptor, tma_load
 from minirt.kernels.launch import sm_count
 from minirt.kernels.prepared import prepared
@@ -26,6 +26,7 @@ from minirt.kernels.prepared import prepared
 TEAMS = gl.constexpr(2)
 ROWS = gl.constexpr(64)  # rows of a team: those of a product of four warps
 STAGES = gl.constexpr(2)  # blocks of K, and of V, in their rings
+LOWEST = gl.constexpr(-3.4028234663852886e38)  # of fp32
 
 
 @gluon.jit
@@ -55,6 +56,15 @@ def _tile(turn, sequences, sizes, C):
 
 
 @gluon.jit
+def _first_block(before, window, BLOCK_N: gl.constexpr):
+    """The first token of the first block that a tile's first query sees, after `before` tokens."""
+    if window is None:
+        return 0
+    else:
+        return gl.maximum(before + 1 - window, 0) // BLOCK_N * BLOCK_N
+
+
+@gluon.jit
 def _fetch_block(pages, rows, column, ring, step):
     """Fetch a block, one TMA box from each of `rows` of the pages on, once its stage is free."""
     BOX: gl.constexpr = pages.block_type.shape[0]
@@ -70,16 +80,19 @@ def _fetch_block(pages, rows, column, ring, step):
 
 
 @gluon.jit
-def _fetch_blocks(k_pages, v_pages, k, v, sequences, sizes, C):
-    """Fetch K and V of all tiles, one block after the other. Past a sequence's end, its last box is fetched again."""
+def _fetch_blocks(k_pages, v_pages, k, v, sequences, sizes, window, C):
+    """Fetch K and V of all tiles, one block after the other, from the first that some row sees.
+
+    Past a sequence's end, its last box is fetched again.
+    """
     BOX: gl.constexpr = k_pages.block_type.shape[0]
     _, table_width, tiles = sizes
     step = 0
     for turn in range((tiles + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        b, kv_head, limit, seen, _, _, _ = _tile(turn, sequences, sizes, C)
+        b, kv_head, limit, seen, _, _, before = _tile(turn, sequences, sizes, C)
         table_ptr = sequences.block_tables + b.to(gl.int64) * table_width
         column = kv_head * k[0].shape[2]
-        for first in range(0, seen, C.BLOCK_N):
+        for first in range(_first_block(before, window, C.BLOCK_N), seen, C.BLOCK_N):
             rows = ()  # rows of the pages, loaded before the wait for a free stage
             for i in gl.static_range(0, C.BLOCK_N, BOX):
                 t = gl.minimum(first + i, limit - 1) // BOX * BOX
@@ -90,10 +103,11 @@ def _fetch_blocks(k_pages, v_pages, k, v, sequences, sizes, C):
 
 
 @gluon.jit
-def _hide(s, first, row_limit):
-    """`hide` for the tokens from `first` on."""
+def _hide(s, first, row_limit, window):
+    """`hide` for the tokens from `first` on, and `hide_before` with a window."""
     t = first + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-    return hide(s, t[None, :], row_limit[:, None])
+    s = hide(s, t[None, :], row_limit[:, None])
+    return s if window is None else hide_before(s, t[None, :], row_limit[:, None] - window)
 
 
 @gluon.jit
@@ -125,7 +139,7 @@ def _next_block(q_tile, k, v, turns, state, step, round, first, row_limit, score
     release(k_empty, step)
     s, factor = score(s, scores.scale, scores)
     if MASKED:
-        s = _hide(s, first, row_limit)
+        s = _hide(s, first, row_limit, scores.window)
     new_row_max = gl.maximum(row_max, gl.max(s, 1) * factor)
     s = gl.exp2(s * factor - new_row_max[:, None])
     rescale = gl.exp2(row_max - new_row_max)
@@ -166,7 +180,17 @@ def _attend_tiles(q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scor
             query = (TEAM * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))) // C.GROUP
             row_limit = before + 1 + gl.minimum(query, queries - 1)
             acc = gl.zeros([ROWS, C.D], gl.float32, SUMS)
-            # Every row sees a token of the first block, so its row maximum is finite.
+            opening = _first_block(before, scores.window, C.BLOCK_N)
+            if scores.window is not None:
+                hidden = before + 1 - scores.window - opening  # tokens of the first block that no row sees
+                if hidden > 0:
+                    PART: gl.constexpr = C.BLOCK_N // TEAMS  # the other team clears the rest
+                    stage = wait_full(v_full, step)
+                    zero_rows_before(v_tiles.index(stage).slice(TEAM * PART, PART), hidden - TEAM * PART, 16)
+                    fence_async_shared()
+                    mbarrier.arrive(cleared.index(0))
+                    mbarrier.wait(cleared.index(0), clears & 1)
+                    clears += 1
             done += 1
             stage = wait_full(k_full, step)
             s = gl.zeros([ROWS, C.BLOCK_N], gl.float32, SCORES)
@@ -174,18 +198,27 @@ def _attend_tiles(q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scor
             s = warpgroup_mma_wait(0, deps=[s])
             release(k_empty, step)
             s, factor = score(s, scores.scale, scores)
-            s = _hide(s, 0, row_limit)
+            s = _hide(s, opening, row_limit, scores.window)
             row_max = gl.max(s, 1) * factor
+            if scores.window is not None:  # else every row sees a token of the first block, so its row maximum is finite
+                row_max = gl.maximum(row_max, LOWEST)
             s = gl.exp2(s * factor - row_max[:, None])
             total = gl.sum(s, 1)
             p = gl.convert_layout(_narrow(s, q_tile), gl.DotOperandLayout(0, SUMS, 2))
-            seen_by_all = gl.maximum((before + 1) // C.BLOCK_N * C.BLOCK_N, C.BLOCK_N)
-            for MASKED in gl.static_range(2):
-                for first in range(seen_by_all if MASKED else C.BLOCK_N, seen if MASKED else seen_by_all, C.BLOCK_N):
+            FIRST: gl.constexpr = 1 if scores.window is None else 0
+            second = opening + C.BLOCK_N
+            edge = second  # the first block that the window hides in no row
+            if scores.window is not None:
+                edge = gl.maximum((seen - scores.window + C.BLOCK_N - 1) // C.BLOCK_N * C.BLOCK_N, second)
+            seen_by_all = gl.maximum((before + 1) // C.BLOCK_N * C.BLOCK_N, edge)
+            for PHASE in gl.static_range(FIRST, 3):  # masked by the window, not masked, masked by the end
+                begin = second if PHASE == 0 else edge if PHASE == 1 else seen_by_all
+                end = edge if PHASE == 0 else seen_by_all if PHASE == 1 else seen
+                for first in range(begin, end, C.BLOCK_N):
                     step += 1
                     state = (p, row_max, total, acc)
                     p, row_max, total, acc = _next_block(
-                        q_tile, k, v, turns, state, step, step - done, first, row_limit, scores, TEAM, MASKED
+                        q_tile, k, v, turns, state, step, step - done, first, row_limit, scores, TEAM, PHASE != 1
                     )
             stage = wait_full(v_full, step)
             last = (seen - 1) // C.BLOCK_N * C.BLOCK_N
@@ -239,7 +272,7 @@ def _prefill_sm90_kernel(q_ptr, k_pages, v_pages, sequences, results, scores, B,
         [
             (_attend_tiles, (q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scores, sizes, C, 0)),
             (_attend_tiles, (q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scores, sizes, C, 1)),
-            (_fetch_blocks, (k_pages, v_pages, k, v, sequences, sizes, C)),
+            (_fetch_blocks, (k_pages, v_pages, k, v, sequences, sizes, scores.window, C)),
         ],
         [4, 1],
         [232, 40],

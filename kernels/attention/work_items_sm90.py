@@ -1,6 +1,6 @@
 """Shared code of the decode attention kernels for Hopper: work items, their pages by TMA, and QK-norm and RoPE of the new token.
 
-A ring is (tiles, full, empty), see `hopper.ring`. `sizes` is (B, table_width).
+A ring is (tiles, full, empty), see `hopper.ring`. `sizes` is (B, table_width), and `window` is `Scores.window`.
 """
 
 from typing import NamedTuple
@@ -110,7 +110,7 @@ def find_candidates(item, firsts, sequences, B, C):
 
 
 @gluon.jit
-def find_place(item, candidates, sequences, C):
+def find_place(item, candidates, sequences, window, C):
     """Of a work item: the sequence, its new token (see `find_candidates`), its length, and the number of the split in it.
 
     An item without a token is left out: its length is such that it has nothing but a new token, which the caller does not store.
@@ -123,19 +123,39 @@ def find_place(item, candidates, sequences, C):
     token = b
     if sequences.query_starts is not None:
         token = gl.sum(gl.where(chosen, tokens, 0), 0).to(gl.int64)
+    if window is not None:  # items start at `operands.first_split`; those without a token may count from 0
+        split += gl.where(token < 0, 0, gl.maximum(length - window, 0) // C.SPLIT)
+    if sequences.query_starts is not None:
         length = gl.where(token < 0, gl.minimum(length, split * C.SPLIT + 1), length)
     return b, token, length, split
 
 
 @gluon.jit
-def count_blocks(split, length, SPLIT: gl.constexpr):
-    """The number of blocks of a split's tokens that are in the pages. The sequence's last token is new and not in them."""
+def find_blocks(split, length, window, SPLIT: gl.constexpr):
+    """The blocks of a split that are in the pages and not hidden by the window: the first one's first token, and their number.
+
+    The sequence's last token is new and not in the pages. Also returns how many tokens of the first block are hidden.
+    """
+    begin, hidden = split * SPLIT, 0
     tokens = gl.minimum(length - 1 - split * SPLIT, SPLIT)
-    return (tokens + BLOCK_N - 1) // BLOCK_N
+    blocks = (tokens + BLOCK_N - 1) // BLOCK_N
+    if window is not None:
+        hidden = gl.maximum(length - window - begin, 0)
+        begin, blocks, hidden = begin + hidden // BLOCK_N * BLOCK_N, blocks - hidden // BLOCK_N, hidden % BLOCK_N
+    return begin, blocks, hidden
 
 
 @gluon.jit
-def fetch_items(k_pages, v_pages, ring, sequences, sizes, C):
+def end_of_first(length, window, SPLIT: gl.constexpr):
+    """The first token past the first split that a sequence's new token sees. A sequence that ends before has no other split."""
+    if window is None:
+        return SPLIT
+    else:
+        return (gl.maximum(length - window, 0) // SPLIT + 1) * SPLIT
+
+
+@gluon.jit
+def fetch_items(k_pages, v_pages, ring, sequences, sizes, window, C):
     """Task of the fetching warp: for one item after the other, fetch the blocks of K, then those of V.
 
     Past a sequence's end, its last rows are fetched again. The warp does not wait for the kernel before, because that kernel
@@ -151,13 +171,13 @@ def fetch_items(k_pages, v_pages, ring, sequences, sizes, C):
     candidates = find_candidates(gl.program_id(0) // C.NKV, firsts, sequences, B, C)
     step = 0
     for pair in range(gl.program_id(0), items * C.NKV, programs):
-        b, _, length, split = find_place(pair // C.NKV, candidates, sequences, C)
-        blocks = count_blocks(split, length, C.SPLIT)
+        b, _, length, split = find_place(pair // C.NKV, candidates, sequences, window, C)
+        begin, blocks, _ = find_blocks(split, length, window, C.SPLIT)
         column = pair % C.NKV * C.D
         table_ptr = sequences.block_tables + b * table_width
         rows = ()  # rows of the pages; all loads are issued before the first use
         for i in gl.static_range(0, C.SPLIT, BOX):
-            t = gl.maximum(gl.minimum(split * C.SPLIT + i, length - 2), 0) // BOX * BOX
+            t = gl.maximum(gl.minimum(begin + i, length - 2), 0) // BOX * BOX
             rows += (gl.load(table_ptr + t // C.PAGE_SIZE) * C.PAGE_SIZE + t % C.PAGE_SIZE,)  # type: ignore[assignment]
         candidates = find_candidates((pair + programs) // C.NKV, firsts, sequences, B, C)
         for IS_V in gl.static_range(2):

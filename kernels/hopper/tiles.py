@@ -36,3 +36,16 @@ def zero_rows_from(tile, limit, STEP: gl.constexpr):
             part = tile.slice(i, STEP)
             x = part.load(LAYOUT)
             part.store(gl.where(i + row < limit, x, gl.zeros_like(x)))
+
+
+@gluon.jit
+def zero_rows_before(tile, first, STEP: gl.constexpr):
+    """Zero the rows of a tile of V before row `first`, STEP rows at a time, as `zero_rows_from` does those at the end."""
+    ROWS: gl.constexpr = tile.shape[0]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // tile.shape[1], tile.shape[1] // 8], [4, 1], [1, 0])
+    row = gl.arange(0, STEP, gl.SliceLayout(1, LAYOUT))[:, None]
+    for i in gl.static_range(0, ROWS, STEP):
+        if i < first:
+            part = tile.slice(i, STEP)
+            x = part.load(LAYOUT)
+            part.store(gl.where(i + row < first, gl.zeros_like(x), x))

@@ -1,0 +1,164 @@
+"""Hopper's kernels with a sliding window, against fp64.
+
+Catches: a window off by one, in one row of a prompt or in all; a split, a block or a page that is left out though it is seen, or
+counted though it is not; a sequence of one split taken for one of several, or the reverse; NaN of hidden tokens, which other
+sequences may have written, in K, in V or in scales; rows of a prompt that see nothing of its first block; teams of warps that
+disagree about the blocks."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from support.decode import SM_COUNTS, decode64, use_sms
+
+from minirt.kernels import reference
+from minirt.kernels.attention import decode_fp8_sm90, decode_sm90, prefill_sm90
+from minirt.kernels.attention.combine import combine
+from minirt.kernels.attention.operands import AttentionInput, KVPages, Rope, Scores, Sequences, first_split
+from minirt.kernels.launch import Workspace
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_hopper")]
+
+DECODE = [  # lengths around the window, twice the window, the edges of pages, of blocks and of splits
+    {"window": 1, "Nq": 3, "Nkv": 1, "D": 64, "page_size": 16, "split": 64, "seq_lens": (1, 2, 0, 64, 65, 66, 129)},
+    {"window": 5, "Nq": 6, "Nkv": 3, "D": 64, "page_size": 64, "split": 64, "seq_lens": (4, 5, 6, 10, 64, 68, 69, 130)},
+    {"window": 64, "Nq": 2, "Nkv": 2, "D": 128, "page_size": 64, "split": 128, "seq_lens": (63, 64, 65, 128, 129, 192, 193)},
+    {"window": 100, "Nq": 4, "Nkv": 2, "D": 128, "page_size": 16, "split": 256, "seq_lens": (99, 100, 101, 200, 356, 357, 612)},
+    {"window": 300, "Nq": 9, "Nkv": 1, "D": 64, "page_size": 128, "split": 256, "seq_lens": (299, 300, 301, 600, 513, 1068)},
+]
+WIDE = {"window": 100, "Nq": 2, "Nkv": 1, "D": 256, "page_size": 64, "split": 128, "seq_lens": (100, 101, 357)}
+MANY = {"window": 70, "Nq": 8, "Nkv": 8, "D": 64, "page_size": 32, "split": 128, "seq_lens": (69, 70, 71, 140, 0, 199, 325)}
+PROMPTS = [
+    {"window": 1, "Nq": 2, "Nkv": 2, "D": 64, "page_size": 64, "lens": (3, 150), "contexts": (130, 5)},
+    {"window": 5, "Nq": 3, "Nkv": 1, "D": 128, "page_size": 16, "lens": (40, 4, 90), "contexts": (0, 128, 127)},
+    {"window": 64, "Nq": 1, "Nkv": 1, "D": 256, "page_size": 64, "lens": (200, 1), "contexts": (63, 64)},
+    {"window": 100, "Nq": 8, "Nkv": 1, "D": 64, "page_size": 128, "lens": (17, 60), "contexts": (400, 100)},
+    {"window": 300, "Nq": 7, "Nkv": 1, "D": 128, "page_size": 64, "lens": (50, 20), "contexts": (400, 299)},
+]
+
+
+def forgotten(pages: dict[str, torch.Tensor], tables, counts, page_size: int):
+    """Tables whose pages before `counts` tokens of each sequence belong to others; NaN in all these tokens."""
+    for table, count in zip(tables, counts, strict=True):
+        t = torch.arange(count, device=tables.device)
+        for x in pages.values():
+            values, nan = (x.view(torch.uint8), 0x7F) if x.dtype == torch.float8_e4m3fn else (x, torch.nan)
+            values[table[t // page_size].long(), t % page_size] = nan
+    after = tables.clone()
+    for table, count in zip(after, counts, strict=True):
+        table[: count // page_size] = table[-1]  # the unused page
+    return after
+
+
+def plan(lens, new, window, split, Nq, D, device):
+    """`support.decode.plan` of the splits that a window leaves."""
+    counts = [-(-n // split) - (first_split(n, m, window, split) if n else 0) for n, m in zip(lens, new, strict=True)]
+    starts = list(itertools.accumulate(counts, initial=0))
+    workspace = Workspace(device, num_floats=starts[-1] * Nq * (D + 2) + 16)
+    workspace.sums(0).fill_(torch.nan)
+    return torch.tensor(starts, dtype=torch.int32, device=device), starts[-1], workspace
+
+
+def check_decode(case, fp8, dtype, new, make, cache, cache8, nan, agrees, device):
+    """Single tokens, or those among sequences with several new tokens; the same bits whatever hidden tokens hold."""
+    window, Nq, Nkv, D, page_size, split = (case[name] for name in ("window", "Nq", "Nkv", "D", "page_size", "split"))
+    lens, mixed, scale = list(case["seq_lens"]), new is not None, 0.02 if fp8 else 1.3 * D**-0.5
+    new = new or [1] * len(lens)
+    built = cache8(lens, Nkv, D, page_size) if fp8 else cache(lens, Nkv, D, page_size, dtype)
+    pages: dict[str, Any] = built.pages if fp8 else {"k": built.k, "v": built.v}
+    firsts = list(itertools.accumulate(new, initial=0))
+    heads = make(firsts[-1], (Nq + 2 * Nkv) * D, dtype=dtype)
+    whole = {name: x.clone() for name, x in pages.items()}
+    hidden = forgotten(pages, built.tables, [max(0, n - m - window + 1) for n, m in zip(lens, new, strict=True)], page_size)
+    starts, most, workspace = plan(lens, new, window, split, Nq, D, device)
+    query_starts = torch.tensor(firsts, dtype=torch.int32, device=device) if mixed else None
+
+    def run(pages, tables):
+        sequences = Sequences(tables, built.lens, starts, query_starts)
+        k, v, *scales = pages.values()
+        a = AttentionInput(
+            heads, KVPages(k, v, *scales), sequences, Scores(scale, window), nan(firsts[-1], Nq, D, dtype=dtype), Rope(None),
+            workspace=workspace, max_splits=most, split=split,
+        )  # fmt: skip
+        (decode_fp8_sm90 if fp8 else decode_sm90).launch(a)
+        combine(a)
+        return a.out
+
+    out = run(pages, hidden)
+    q, *fresh = heads.view(firsts[-1], -1, D).split((Nq, Nkv, Nkv), 1)
+    for i, (n, m, row) in enumerate(zip(lens, new, firsts, strict=False)):
+        if m != 1:
+            assert out[row : row + m].isnan().all()
+            continue
+        if n == 0:
+            assert not out[row].any()
+            continue
+        at = built.tables[i, (n - 1) // page_size].long(), (n - 1) % page_size
+        sides = []
+        for side, name in enumerate(("k", "v")):
+            old = (built.keys, built.values)[side][i][:-1].double()
+            last = fresh[side][row].double()
+            if fp8:
+                codes, scales = reference.quantize_fp8(fresh[side][row].float())
+                last = codes.double() * scales.double()[..., None]
+            elif not mixed:
+                assert torch.equal(pages[name][at], fresh[side][row])
+            sides.append(torch.cat((old, last[None]))[-window:])
+        truth = decode64(q[row], *sides, scale)
+        agrees(out[row], truth.to(dtype), truth)
+    assert torch.equal(run(whole, built.tables).nan_to_num(9), out.nan_to_num(9))
+
+
+@pytest.mark.parametrize("sms", SM_COUNTS)
+@pytest.mark.parametrize("case", [*DECODE, WIDE], ids=str)
+def test_decode(case, sms, half_dtype, make, cache, nan, agrees, device, monkeypatch):
+    use_sms(sms, monkeypatch)
+    check_decode(case, False, half_dtype, None, make, cache, None, nan, agrees, device)
+
+
+@pytest.mark.parametrize("sms", SM_COUNTS)
+@pytest.mark.parametrize("case", [*DECODE[:4], MANY], ids=str)
+def test_decode_on_fp8_pages(case, sms, half_dtype, make, cache8, nan, agrees, device, monkeypatch):
+    use_sms(sms, monkeypatch)
+    check_decode(case, True, half_dtype, None, make, None, cache8, nan, agrees, device)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_single_tokens_among_prompts(fp8, half_dtype, make, cache, cache8, nan, agrees, device, monkeypatch):
+    """Catches an item of several new tokens, which starts at another split, that takes a block which no warp fetches."""
+    use_sms(1, monkeypatch)
+    case = {"window": 70, "Nq": 4, "Nkv": 2, "D": 64, "page_size": 16, "split": 64, "seq_lens": (300, 333, 1, 0, 64, 270, 70)}
+    check_decode(case, fp8, half_dtype, [1, 5, 1, 0, 1, 130, 1], make, cache, cache8, nan, agrees, device)
+
+
+def window64(q, k, v, window, scale):
+    """`support.decode.attention64` with a window."""
+    n, total = q.shape[0], k.shape[0]
+    k, v = (x.double().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    seen = torch.ones(n, total, dtype=torch.bool, device=q.device).tril(total - n).triu(total - n - window + 1)
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+
+@pytest.mark.parametrize("case", PROMPTS, ids=str)
+def test_prompts(case, half_dtype, make, cache, nan, agrees, device):
+    window, Nq, Nkv, D, page_size = (case[name] for name in ("window", "Nq", "Nkv", "D", "page_size"))
+    lens, totals = case["lens"], [n + c for n, c in zip(case["lens"], case["contexts"], strict=True)]
+    built, scale = cache(totals, Nkv, D, page_size, half_dtype), 1.3 * D**-0.5
+    q, firsts = make(sum(lens), Nq, D, dtype=half_dtype), list(itertools.accumulate(lens, initial=0))
+    expected = reference.paged_attention(q, built.clean_k, built.clean_v, built.tables, lens, totals, scale, window=window)
+    whole = built.k.clone(), built.v.clone()
+    hidden = forgotten({"k": built.k, "v": built.v}, built.tables, [max(0, c - window + 1) for c in case["contexts"]], page_size)
+
+    def run(k, v, tables):
+        sequences = Sequences(tables, built.lens, query_starts=torch.tensor(firsts, dtype=torch.int32, device=device))
+        out = nan(*q.shape, dtype=half_dtype)
+        prefill_sm90.launch(AttentionInput(q, KVPages(k, v), sequences, Scores(scale, window), out))
+        return out
+
+    out = run(built.k, built.v, hidden)
+    for first, n, k, v in zip(firsts, lens, built.keys, built.values, strict=False):
+        rows = slice(first, first + n)
+        agrees(out[rows], expected[rows], window64(q[rows], k, v, window, scale))
+    assert torch.equal(run(*whole, built.tables), out)
