@@ -12,7 +12,7 @@ from minirt.kernels.regimes import Limits
 LONGEST = 256  # most tokens of a KV split in decode attention, because all its scores are kept
 TILE_QUERIES = 8  # the most queries of an item of `decode_fp8_sm90`, and so of a narrow item's tile
 _DENSE = ("fp16", "fp8", "fp8_blocks")
-_ATTENTION = replace(ANY, formats=("fp16",), head_dims=(64, 128, 256), alignment=16, window=False)
+_ATTENTION = replace(ANY, formats=("fp16",), head_dims=(64, 128, 256), alignment=16)
 _DECODE = replace(_ATTENTION, raw=True, split=LONGEST)
 
 
