@@ -26,7 +26,7 @@ def model(request, tmp_path_factory):
 
     torch.manual_seed(3)
     config = transformers.Qwen2Config(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=211,
+        hidden_size=128, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, vocab_size=211,
         max_position_embeddings=640, use_sliding_window=True, sliding_window=WINDOW, layer_types=KINDS[request.param],
         tie_word_embeddings=False, initializer_range=0.2,
     )  # fmt: skip
@@ -92,6 +92,25 @@ def test_lengths_around_the_window(model, mix, poisoned):
             distance(generator.logits(prompt), made(input_ids=torch.tensor([prompt])).logits[0].detach()) for prompt in prompts
         ]
     assert max(distances) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("model", ["some"], indirect=True)
+def test_the_kernels_read_the_pages_of_their_group(model, kv_cache_dtype, poisoned):
+    """In the interpreter: prompts in chunks, decode steps, and drafts. Catches a table or splits of another group."""
+    folder, _ = model
+    rng = random.Random(9)
+    prompts = [[rng.randrange(211) for _ in range(n)] for n in (3, WINDOW + 1, 150)] + [[7, 8, 9] * 30]
+    params, results = SamplingParams(**GREEDY, max_tokens=6), []
+    options = {"kv_cache_dtype": kv_cache_dtype, "prefix_cache": False, "speculative": "ngram:2", "max_num_batched_tokens": 100}
+    for impl in ("eager", "triton"):
+        with Generator.from_pretrained(folder, device="cpu", dtype="float32", impl=impl, **options) as generator:
+            poisoned(generator)
+            results.append([completion.token_ids for completion in generator.generate(prompts, params)])
+            results.append(generator.logits(prompts[2]))
+    assert results[0] == results[2]
+    assert distance(results[3], results[1]) < (1e-4 if kv_cache_dtype == "auto" else 1e-3)
 
 
 @pytest.mark.slow
