@@ -16,6 +16,7 @@ class Head(Layer):
     Args:
         multiplier: a factor of the logits.
         softcap: the bound of the logits' magnitude, as in Gemma 2; 0: there is none.
+        centered: whether the checkpoint stores the norm's weight minus 1; None: as the config says.
         rows: how many ids it has logits for, of the V of the vocabulary (a reduced draft vocabulary). The ids are those of
             `lm_head.ids`. None: all.
     """
@@ -25,11 +26,11 @@ class Head(Layer):
 
     def __init__(
         self, config: ModelConfig, *, name: str = "head", norm: str = "model.norm", weight: str = "lm_head",
-        multiplier: float = 1.0, softcap: float = 0.0, rows: int | None = None,
+        multiplier: float = 1.0, softcap: float = 0.0, centered: bool | None = None, rows: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(config, name)
         self.multiplier, self.softcap = multiplier, softcap
-        self.norm = NormWeight(norm, config.hidden_size, config.zero_centered_norms)
+        self.norm = NormWeight(norm, config.hidden_size, config.zero_centered_norms if centered is None else centered)
         part = Part(weight, config.vocab_size)
         self.lm_head = PackedLinear([part], config.hidden_size) if rows is None else SomeRows(part, config.hidden_size, rows)
 

@@ -46,7 +46,8 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "mscale mscale_all_dim llama_4_scaling_beta": (0, 1e6),
     "attention_factor beta_fast beta_slow low_freq_factor high_freq_factor short_factor long_factor": (1e-6, 1e6),
     "partial_rotary_factor no_rope_layers": (0, 1),
-    "embedding_multiplier residual_multiplier attention_multiplier logits_scaling alpha": (1e-6, 1e6),
+    "embedding_multiplier residual_multiplier attention_multiplier logits_scaling alpha qk_scale_factor": (1e-6, 1e6),
+    "output_multiplier final_logit_softcapping": (1e-6, 1e6), "post_norm_eps": (1e-20, 0.1), "layer_rope_theta": (0, 1e15),
 }  # fmt: skip
 BOUNDS = {name: bounds for names, bounds in _BOUNDS.items() for name in names.split()}
 
@@ -349,12 +350,12 @@ class Fields:
         expected = f"a list of integers from {least} to {most}"
         return self._read(name, None, expected, lambda value: value is None or _all(value, _within, least, most, int))
 
-    def numbers(self, name: str, *, count: int) -> tuple[float, ...]:
-        """A list of `count` finite numbers, with the bounds of `BOUNDS`."""
+    def numbers(self, name: str, *, count: int, what: str = "channel pair") -> tuple[float, ...]:
+        """A list of `count` finite numbers, one for each `what`, with the bounds of `BOUNDS`."""
         least, most = BOUNDS[name]
         expected = f"a list of {count} numbers from {least:g} to {most:g}"
         value = self._read(name, _UNSET, expected, lambda value: _all(value, _within, least, most, int, float))
-        self.check_count(name, value, count, "channel pair")
+        self.check_count(name, value, count, what)
         return tuple(map(float, value))
 
     def strings_or_none(self, name: str) -> list[str] | None:

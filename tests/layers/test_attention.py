@@ -4,6 +4,7 @@ Catches a setting of the layer that an implementation ignores, in prefill, in de
 off by one, or that starts at the first cached page; a rope that layers share although theirs differ.
 """
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -31,7 +32,7 @@ STEPS = [
 GATE = {"gate": "gate_proj"}
 PARTIAL = {"rope": RopeConfig(theta=77.0, partial_rotary_factor=0.5)}
 SCALED_Q = {"rope": RopeConfig(kind="linear", theta=77.0, factor=2.0, original_max_position=24, query_scaling_beta=0.7)}
-OF_LAYER = {"post_norm", "residual_multiplier"}  # arguments of the layer
+OF_LAYER = {"norm", "post_norm", "residual_multiplier"}  # arguments of the layer
 # Settings of the layer that are not those of its config, and arguments.
 OWN = {
     "none": {}, "theta": {"rope": RopeConfig(theta=77.0)},
@@ -41,7 +42,7 @@ OWN = {
     "QK-norm without weights": {"qk_norm": "plain", **PARTIAL}, "gate": GATE,
     "QK-norm after rope": {"qk_norm": "weighted_after_rope"}, "QK-norm over all heads": {"qk_norm": "weighted_all"},
     "gate in q_proj": {"gate": "q_proj", "qkv_bias": True}, "post norm": {"post_norm": "post"},
-    "factor": {"residual_multiplier": 0.22},
+    "factor": {"residual_multiplier": 0.22}, "only a post norm": {"norm": None, "post_norm": "post", **GATE},
     "all": {"window": 7, "scale": 0.31, "qk_norm": "weighted", "gate": "q_proj", "post_norm": "post", **PARTIAL},
     "all without rope": {"rope": None, "qk_norm": "plain", "gate": "gate_proj", "post_norm": "post", "o_bias": True},
 }  # fmt: skip
@@ -53,8 +54,8 @@ def make(impl, heads, kv_heads, head_dim, changes):
     config = models.parse_config({"model_type": "llama", "max_position_embeddings": LENGTH, **sizes})
     settings = replace(config.attention(), **{key: value for key, value in changes.items() if key not in OF_LAYER})
     layer = Attention(
-        config, name="attention", norm="norm", prefix="self", settings=settings, post_norm_eps=0.25, names={"o_proj": "dense"},
-        **{key: value for key, value in changes.items() if key in OF_LAYER},
+        config, name="attention", prefix="self", settings=settings, post_norm_eps=0.25, names={"o_proj": "dense"},
+        **{"norm": "norm"} | {key: value for key, value in changes.items() if key in OF_LAYER},
     )  # fmt: skip
     layer.context = LayerContext(LENGTH, DEVICE)
     random = torch.Generator().manual_seed(heads)
@@ -82,7 +83,7 @@ def truth(layer, w, x):
     factor, layer = layer.residual_multiplier, layer.settings
     x, nq, d = x.double().cpu(), layer.num_heads, layer.head_dim
     group, rope, window = nq // layer.num_kv_heads, layer.rope, layer.window or len(x)
-    h = normalized(x, w["norm.weight"], EPS)
+    h = normalized(x, w["norm.weight"], EPS) if "norm.weight" in w else x
 
     def linear(name):
         return h @ w[f"self.{name}_proj.weight"].T + w.get(f"self.{name}_proj.bias", 0)
@@ -153,7 +154,8 @@ def test_eager_equals_the_formula(name, heads, kv_heads, head_dim):
 TRITON = [
     ("linear", 6, 2, 64), ("linear", 7, 1, 64), ("scale", 3, 3, 128), ("no rope", 6, 2, 64), ("partial rope", 3, 3, 256),
     ("factors of q", 7, 1, 64), ("QK-norm", 4, 2, 80), ("QK-norm without weights", 6, 2, 64), ("gate", 3, 3, 96),
-    ("gate in q_proj", 6, 2, 64), ("post norm", 4, 2, 112), ("factor", 3, 3, 64), ("all without rope", 4, 1, 192),
+    ("gate in q_proj", 6, 2, 64), ("post norm", 4, 2, 112), ("factor", 3, 3, 64),
+    ("only a post norm", 6, 2, 64), ("all without rope", 4, 1, 192),
 ]  # fmt: skip
 
 
@@ -202,5 +204,9 @@ def test_the_plan_says_why_a_window_is_eager(hf_folder):
     assert rows["layers.0.mlp"].implementation == "triton"
     with pytest.raises(UnsupportedError, match=r"triton cannot run layers\.0\.attention: its kernels have no sliding window"):
         plan_load(LoadOptions(model=folder, layers=windowed, impl="triton"), h200)
+    for kind, words in (("weighted_all", "over all heads"), ("weighted_after_rope", "after rotary embedding")):
+        config = models.parse_config(json.loads((folder / "config.json").read_text()))
+        layer = Attention(config, name="a", norm="norm", prefix="self", settings=replace(config.attention(), qk_norm=kind))
+        assert implementation("attention", "triton").unsupported(layer, h200) == f"its kernels have no QK-norm {words}"
     plain = plan_load(LoadOptions(model=folder), h200)[0].plan.rows
     assert {row.implementation for row in plain} == {"triton"}

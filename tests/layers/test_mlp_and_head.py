@@ -1,4 +1,4 @@
-"""`MLP` with a norm of what it adds, `Head` with a factor and a bound of logits, and weights stored minus 1, against fp64.
+"""`MLP` with other norms or a factor, `Embedding` and `Head` with a factor, a norm or a bound, weights minus 1: against fp64.
 
 Catches a norm on the wrong side of the residual or with the eps of the layer's input, a bound before the factor, and an offset of
 norm weights that is lost or added twice.
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minirt import models
-from minirt.layers import MLP, Head, LayerContext, implementation
+from minirt.layers import MLP, Embedding, Head, LayerContext, implementation
 from minirt.modeling.parameters import NormWeight
 from minirt.models.decoder import decoder_layers
 from minirt.step.batch import Batch, Chunk
@@ -49,17 +49,29 @@ def run(layer, x):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize(("post_norm", "factor"), [("post", 1.0), ("post", -0.4), (None, 0.22)])
-def test_mlp_with_a_post_norm_or_a_factor(impl, post_norm, factor):
+@pytest.mark.parametrize(("norm", "post_norm", "factor"), [
+    ("norm", "post", 1.0), ("norm", "post", -0.4), ("norm", None, 0.22), (None, "post", 1.0),
+])  # fmt: skip
+def test_mlp_with_other_norms_or_a_factor(impl, norm, post_norm, factor):
     settings = {"post_norm": post_norm, "post_norm_eps": 0.3, "residual_multiplier": factor}
-    layer, w = filled(MLP(config(), name="mlp", norm="norm", prefix="mlp", **settings), impl)
+    layer, w = filled(MLP(config(), name="mlp", norm=norm, prefix="mlp", **settings), impl)
     assert [op.residual for op in layer.linear_ops()] == [False, False]
     x = torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(1))
-    h = normalized(x.double(), w["norm.weight"], EPS)
+    h = normalized(x.double(), w["norm.weight"], EPS) if norm else x.double()
     gate = h @ w["mlp.gate_proj.weight"].T
     y = (gate / (1 + (-gate).exp()) * (h @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
     y = y if post_norm is None else normalized(y, w["post.weight"], 0.3)
     torch.testing.assert_close(run(layer, x), x.double() + factor * y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(("multiplier", "normalized_rows"), [(1.0, True), (12.0, False), (-0.3, True)])
+def test_embedding_with_a_factor_and_a_norm(impl, multiplier, normalized_rows):
+    """Catches a factor before the norm, which would then change nothing, and one that is lost."""
+    layer, w = filled(Embedding(config(), weight="w", multiplier=multiplier, normalized=normalized_rows), impl)
+    rows = w["w.weight"][[0] * ROWS]
+    expected = multiplier * (normalized(rows, 1, EPS) if normalized_rows else rows)
+    torch.testing.assert_close(run(layer, torch.empty(ROWS, HIDDEN)), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -35,11 +35,13 @@ OF_QWEN3_5 = {
 }  # fmt: skip
 OF_MIXTURES = {"num_experts", "num_local_experts"}
 OF_SHARED = OF_MIXTURES | {"shared_expert_intermediate_size"}
+OF_MUSE = {"layer_rope_theta", "qk_scale_factor", "output_multiplier", "final_logit_softcapping", "post_norm_eps"}
 OWN = {
     "qwen3_5": OF_QWEN3_5, "qwen3_5_text": OF_QWEN3_5, "qwen3_5_moe": OF_QWEN3_5 | OF_SHARED,
     "qwen3_5_moe_text": OF_QWEN3_5 | OF_SHARED, "qwen3_next": OF_QWEN3_5 - {"text_config"} | OF_SHARED,
     "qwen2_moe": OF_SHARED, "qwen3_moe": OF_MIXTURES, "smollm3": {"no_rope_layers", "no_rope_layer_interval"},
     "hunyuan_v1_dense": {"cla_share_factor"},
+    "muse_glimmer": OF_MUSE | {"text_config"}, "muse_glimmer_text": OF_MUSE | {"text_config"},
     "granite": {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"},
 }  # fmt: skip
 

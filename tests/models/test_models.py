@@ -119,6 +119,7 @@ PUBLISHED = {
     "Seed-OSS-36B": (36.15, None),
     "Olmo-3-7B": (7.30, None), "Olmo-3-32B": (32.23, None),
     "EXAONE-4.0-32B": (32.0, 30.95), "EXAONE-4.0-1.2B": (1.28, 1.07),
+    "Muse-Glimmer-30B": (27.85, None),  # and the vision encoder
     "Phi-3-mini-4k": (3.82, None), "Phi-3-medium-4k": (13.96, None), "Phi-4": (14.66, None),
 }  # fmt: skip
 
@@ -173,7 +174,7 @@ def test_presets_are_distinct_and_complete() -> None:
     """Catches a preset that hides another one, lacks a column, or has no published size."""
     assert {entry.name.removesuffix("-Instruct").removesuffix("-FP8") for entry in presets()} == set(PUBLISHED)
     names = [entry.name.lower() for entry in presets()]
-    assert len(set(names)) == len(names) == 74
+    assert len(set(names)) == len(names) == 75
     assert {entry.name for entry in presets() if entry.quantization} == {f"{name}-FP8" for name in preset_table()["fp8_releases"]}
     for name, _, raw in raw_configs():
         assert set(preset_table()["columns"]) <= set(raw), name

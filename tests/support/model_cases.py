@@ -21,6 +21,8 @@ PIXTRAL = {"model_type": "pixtral", "num_attention_heads": 2, "head_dim": 16, "i
 PIXTRAL |= {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
 QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
 QWEN3_VISION = QWEN_VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+MUSE_VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+MUSE_PROJECTOR = {"out_hidden_size": 128, "projector_hidden_size": 32}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}
 LONG = {
     "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, "factor": 8.0,
@@ -86,6 +88,15 @@ CASES = {
     "exaone4 without windows": ("Exaone4", "ForCausalLM", TEXT | {
         "sliding_window": None, "layer_types": [FULL] * 5, "tie_word_embeddings": True,
     }),
+    "muse_glimmer": ("MuseGlimmer", "ForConditionalGeneration", wrapped(
+        {"sliding_window": 33, "rope_parameters": {"rope_type": "default", "rope_theta": 777.0}}, MUSE_VISION, **MUSE_PROJECTOR
+    )),
+    "muse_glimmer, listed": ("MuseGlimmer", "ForConditionalGeneration", wrapped(
+        {"sliding_window": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "post_norm_eps": 0.1,
+         "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL], "layer_rope_theta": [0.0, 1e4, 1e4, 1e4, 0.0],
+         "qk_scale_factor": 2.5, "final_logit_softcapping": 3.0, "output_multiplier": 1.5, "attention_bias": True},
+        MUSE_VISION, **MUSE_PROJECTOR,
+    )),
     "mistral with a window": ("Mistral", "ForCausalLM", TEXT | {"sliding_window": 17}),
     "qwen2 with windows": ("Qwen2", "ForCausalLM", TEXT | {
         "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2,
