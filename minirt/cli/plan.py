@@ -37,13 +37,13 @@ def plan(output_format: str, **options: Any) -> None:
     name = shared.model_name(options)
     from minirt.loading.load import plan_load, remedy
     from minirt.loading.memory import context_is_short
-    from minirt.step.kv_cache import PAGE_SIZE, state_bytes
+    from minirt.step.kv_cache import PAGE_SIZE
 
     load = shared.to_load_options(options, name)
     model, memory = plan_load(load, gpu)
     device = gpu or model.device
     length = options["max_model_len"] or model.config.context_len
-    one = -(-length // PAGE_SIZE) * memory.page + state_bytes(model.cache_specs)  # bytes of a sequence of this length
+    one = -(-length // PAGE_SIZE) * memory.page + memory.kept  # bytes of a sequence of this length
     kernels = _special_kernels(model)
     if output_format == "json":
         names = "device", "not_capturable", "checkpoint", "notes", "weight_bytes"

@@ -26,7 +26,8 @@ from minirt.wording import warn
 
 GPU_MEMORY_UTILIZATION = 0.9
 CPU_SHARE = 0.25  # of the memory that is free beside the weights
-STATE_SHARE = 0.5  # of the memory for states and KV pages that the states of recurrent layers may take
+STATE_SHARE = 0.5  # of the memory for KV pages and for states and windows, that the latter may take
+STEP_SHARE = 0.1  # of the memory for states and windows that is left to steps, if there is nothing else
 SNAPSHOT_SHARE = 0.25  # of the memory that is left then: snapshots of states, for the prefix cache
 SNAPSHOTS_OF_A_SEQUENCE = 4  # at most, for each sequence that runs at once
 NUM_BATCHED_TOKENS = (8192, 4096, 2048, 1024)  # the defaults that are tried on a GPU
@@ -56,6 +57,7 @@ class MemoryPlan:
         measured: whether `step` was measured; otherwise it is an estimate.
         asked: positions that were asked for, all of which must fit. None: fewer will do.
         window, window_pages: of layers with windows below the context: bytes of their pages; their number by window.
+        kept: bytes that a sequence keeps in states and windows.
     """
 
     weights: int
@@ -77,6 +79,7 @@ class MemoryPlan:
     asked: int | None = None
     window: int = 0
     window_pages: Mapping[int, int] = field(default_factory=dict)
+    kept: int = 0
 
     @property
     def fixed(self) -> int:
@@ -163,7 +166,8 @@ def plan_memory(
         return sum(page_bytes(specs, model.kv_dtype, window=window) * count for window, count in pages.items())
 
     kept = state + window_bytes(of_windows(1, 0))
-    options = _with_fitting_sequences(options, kept, budget - weights - tables, on_cpu)
+    share = STATE_SHARE if page else 1 - STEP_SHARE
+    options = _with_fitting_sequences(options, kept, share, budget - weights - tables, on_cpu)
     full = options.max_num_seqs * -(-length // PAGE_SIZE)
     asked = None if options.kv_bytes is None else min(_pages_in(options.kv_bytes, page), full)
     if on_cpu and not loaded:
@@ -191,19 +195,22 @@ def plan_memory(
     return MemoryPlan(
         weights, other, step, page, pages, free, budget, total_memory(device), others, full, context, tokens,
         seqs, state, snapshots, measured=loaded and step > 0, asked=options.max_model_len,
-        window=window_bytes(in_windows), window_pages=in_windows,
+        window=window_bytes(in_windows), window_pages=in_windows, kept=kept,
     )  # fmt: skip
 
 
-def _with_fitting_sequences(options: LoadOptions, kept: int, room: int, on_cpu: bool) -> LoadOptions:
-    """The options with fewer sequences if what each keeps would take more than STATE_SHARE of the memory for that and KV pages,
-    or more than the requested pages leave. At least one. `kept`: bytes of states and windows.
-    `room`: what the weights and the rope tables leave.
+def _with_fitting_sequences(options: LoadOptions, kept: int, share: float, room: int, on_cpu: bool) -> LoadOptions:
+    """The options with fewer sequences if what each keeps would take more than a share of the memory for that and KV pages, or
+    more than the requested pages leave. At least one.
+
+    Args:
+        kept: bytes of states and windows.
+        room: what the weights and the rope tables leave.
     """
     if not kept:
         return options
     room -= options.snapshot_bytes or 0
-    room = int(room * STATE_SHARE * (CPU_SHARE if on_cpu else 1)) if options.kv_bytes is None else room - options.kv_bytes
+    room = int(room * share * (CPU_SHARE if on_cpu else 1)) if options.kv_bytes is None else room - options.kv_bytes
     return replace(options, max_num_seqs=max(1, min(options.max_num_seqs, room // kept)))
 
 
@@ -254,8 +261,7 @@ def measured_plan(model: Model, options: LoadOptions) -> MemoryPlan:
     plan = plan_memory(model, length, device, options, step_bytes=step_bytes)
     if plan.max_num_seqs < (seqs := options.max_num_seqs):
         what = f"{plan.max_num_seqs} instead of {seqs} sequences run at once (--max-num-seqs)"
-        kept = format_size(plan.state + plan.window // plan.max_num_seqs)
-        why = f"each keeps {kept} of states and windows, and the free memory has no room for more"
+        why = f"each keeps {format_size(plan.kept)} of states and windows, and the free memory has no room for more"
         warn(f"{what}: {why}", RuntimeWarning)
     if plan.page and plan.pages < 1:
         raise does_not_fit(plan, str(device), "use a smaller model, or free memory")
