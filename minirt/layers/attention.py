@@ -136,9 +136,14 @@ def eager(layer: Attention) -> Forward:
 
 def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
     settings = layer.settings if isinstance(layer, Attention) else layer.config.attention()
+<<<<<<< HEAD
     if settings.qk_norm in ("weighted_all", "weighted_after_rope"):
         what = "after rotary embedding" if settings.qk_norm == "weighted_after_rope" else "over all heads"
         return f"its kernels have no QK-norm {what}"
+=======
+    if settings.window is not None:
+        return "its kernels have no sliding window"
+>>>>>>> 5ca1934350e202312bdf7afa24d13da2c0292b14
     if settings.head_dim not in HEAD_DIMS:
         return f"head_dim {settings.head_dim} is none of {', '.join(map(str, HEAD_DIMS))}"
     if (group := settings.num_heads // settings.num_kv_heads) > MAX_GROUP:
@@ -154,10 +159,12 @@ def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
 def triton(layer: Attention) -> Forward:
     """Kernels: norm + QKV + bias; norm + gate; QK-norm, RoPE, KV write, attention and gating (`attention`); O + residual.
 
-    With a norm or a factor of what is added: O; `triton_add`.
+    A QK-norm over all heads, or the rotation before a norm, are steps of their own before `attention`. With a norm or a factor of
+    what is added: O; `triton_add`.
     """
     from minirt.kernels.attention.dispatch import attention
     from minirt.kernels.linear.dispatch import linear_residual, norm_linear
+    from minirt.kernels.norm import rms_norm
 
     settings, context = layer.settings, layer.context
     workspace, side, pdl = context.workspace, context.side_stream, context.pdl
@@ -165,6 +172,7 @@ def triton(layer: Attention) -> Forward:
     eps, nq, d, window = layer.config.rms_norm_eps, settings.num_heads, settings.head_dim, settings.window
     scores = Scores(settings.scale, window)
     cos_sin, normalize, query_scales = layer.cos_sin, settings.qk_norm == "plain", layer.query_scales
+    q_rows, kv_rows, rotates_first = nq * d, settings.num_kv_heads * d, settings.qk_norm == "weighted_after_rope"
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV) -> Tensor:
         q_norm = layer.q_norm.weight if layer.q_norm else None
@@ -173,6 +181,14 @@ def triton(layer: Attention) -> Forward:
         qkv = norm_linear(
             x, norm_weight, eps, linear.weight, linear.bias, scale=linear.scale, workspace=workspace, pdl=pdl, check=False
         )
+        q, k, _ = qkv.split((q_rows, kv_rows, kv_rows), 1)
+        if settings.qk_norm == "weighted_all" and q_norm is not None and k_norm is not None:
+            q.copy_(rms_norm(q.contiguous(), q_norm, eps, pdl=pdl, check=False))
+            k.copy_(rms_norm(k.contiguous(), k_norm, eps, pdl=pdl, check=False))
+            q_norm = k_norm = None
+        elif rotates_first and cos_sin is not None:
+            for heads in (q.unflatten(1, (-1, d)), k.unflatten(1, (-1, d))):
+                heads.copy_(reference.rope(heads, cos_sin[batch.positions]))
         gate = None
         if gating is not None:
             gate = norm_linear(
@@ -183,8 +199,13 @@ def triton(layer: Attention) -> Forward:
         sequences = Sequences(tables.block_tables, batch.seq_lens_device, tables.split_starts, query_starts)
         a = attention(AttentionInput(
             qkv, kv, sequences, scores, qkv.new_empty(len(qkv), nq, d),
+<<<<<<< HEAD
             Rope(cos_sin, q_norm, k_norm, eps, normalize, query_scales), batch.positions, tables.slot_mapping, workspace,
             batch.max_splits, batch.max_seq_len, batch.max_query_len, pdl=pdl, gate=gate, side=side,
+=======
+            Rope(None if rotates_first else cos_sin, q_norm, k_norm, eps, normalize, query_scales), batch.positions,
+            batch.slot_mapping, workspace, batch.max_splits, batch.max_seq_len, batch.max_query_len, pdl=pdl, gate=gate, side=side,
+>>>>>>> 5ca1934350e202312bdf7afa24d13da2c0292b14
         )).view(-1, nq * d)  # fmt: skip
         a = layer.hooked(a, batch)
         if residual_product:

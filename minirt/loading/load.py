@@ -118,7 +118,8 @@ def _similar_presets(name: str) -> list[str]:
 
 def build(options: LoadOptions, source: Source, entries: Entries | None, device: AnyDevice) -> Model:
     """The model without weights: its layers, how the checkpoint stores their experts, and the formats of their linears."""
-    config = source.config.within(options.max_model_len or source.config.context_len)
+    length = options.max_model_len
+    config = source.config.within(length if type(length) is int else source.config.context_len)  # `pick_length` checks it
     speculative, rows, draft = options.speculative, None, list[Layer]()
     if isinstance(speculative, SpeculativeOptions) and speculative.has_draft_model:
         layers, draft = _build_with_drafts(options, config, entries, rows := speculative.draft_rows(config.vocab_size))

@@ -30,6 +30,11 @@ FAMILIES = {
     "qwen2": {"num_attention_heads": 7, "num_key_value_heads": 1},
     "qwen3": {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True, "hidden_act": "gelu"},
     "mistral": {"num_attention_heads": 8, "num_key_value_heads": 1, "sliding_window": None},
+    "granite": {"num_attention_heads": 4, "num_key_value_heads": 2, "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
+                "attention_multiplier": 0.1, "logits_scaling": 3.0},
+    "olmo3": {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": None},
+    "hunyuan_v1_dense": {"num_attention_heads": 4, "num_key_value_heads": 1},
+    "exaone4": {"num_attention_heads": 4, "num_key_value_heads": 1, "sliding_window": None},
 }
 LENGTHS = (1, 65, 70)  # more than 128 tokens in a step: the tiled GEMM
 
