@@ -136,14 +136,6 @@ def eager(layer: Attention) -> Forward:
 
 def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
     settings = layer.settings if isinstance(layer, Attention) else layer.config.attention()
-<<<<<<< HEAD
-    if settings.qk_norm in ("weighted_all", "weighted_after_rope"):
-        what = "after rotary embedding" if settings.qk_norm == "weighted_after_rope" else "over all heads"
-        return f"its kernels have no QK-norm {what}"
-=======
-    if settings.window is not None:
-        return "its kernels have no sliding window"
->>>>>>> 5ca1934350e202312bdf7afa24d13da2c0292b14
     if settings.head_dim not in HEAD_DIMS:
         return f"head_dim {settings.head_dim} is none of {', '.join(map(str, HEAD_DIMS))}"
     if (group := settings.num_heads // settings.num_kv_heads) > MAX_GROUP:

@@ -6,7 +6,6 @@ sequences may have written, in K, in V or in scales; rows of a prompt that see n
 disagree about the blocks."""
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -38,11 +37,11 @@ PROMPTS = [
 ]
 
 
-def forgotten(pages: dict[str, torch.Tensor], tables, counts, page_size: int):
+def forgotten(pages, tables, counts, page_size):
     """Tables whose pages before `counts` tokens of each sequence belong to others; NaN in all these tokens."""
     for table, count in zip(tables, counts, strict=True):
         t = torch.arange(count, device=tables.device)
-        for x in pages.values():
+        for x in pages:
             values, nan = (x.view(torch.uint8), 0x7F) if x.dtype == torch.float8_e4m3fn else (x, torch.nan)
             values[table[t // page_size].long(), t % page_size] = nan
     after = tables.clone()
@@ -60,32 +59,33 @@ def plan(lens, new, window, split, Nq, D, device):
     return torch.tensor(starts, dtype=torch.int32, device=device), starts[-1], workspace
 
 
+def decode(heads, pages, tables, lens, query_starts, planned, window, Nq, split, scale, nan):
+    """The kernel for these pages, then `combine`."""
+    k, v, *scales = pages
+    starts, most, workspace = planned
+    a = AttentionInput(
+        heads, KVPages(k, v, *scales), Sequences(tables, lens, starts, query_starts), Scores(scale, window),
+        nan(len(heads), Nq, k.shape[-1], dtype=heads.dtype), Rope(None), workspace=workspace, max_splits=most, split=split,
+    )  # fmt: skip
+    (decode_fp8_sm90 if scales else decode_sm90).launch(a)
+    combine(a)
+    return a.out
+
+
 def check_decode(case, fp8, dtype, new, make, cache, cache8, nan, agrees, device):
     """Single tokens, or those among sequences with several new tokens; the same bits whatever hidden tokens hold."""
     window, Nq, Nkv, D, page_size, split = (case[name] for name in ("window", "Nq", "Nkv", "D", "page_size", "split"))
     lens, mixed, scale = list(case["seq_lens"]), new is not None, 0.02 if fp8 else 1.3 * D**-0.5
     new = new or [1] * len(lens)
     built = cache8(lens, Nkv, D, page_size) if fp8 else cache(lens, Nkv, D, page_size, dtype)
-    pages: dict[str, Any] = built.pages if fp8 else {"k": built.k, "v": built.v}
+    pages = list(built.pages.values()) if fp8 else [built.k, built.v]
     firsts = list(itertools.accumulate(new, initial=0))
     heads = make(firsts[-1], (Nq + 2 * Nkv) * D, dtype=dtype)
-    whole = {name: x.clone() for name, x in pages.items()}
+    whole = [x.clone() for x in pages]
     hidden = forgotten(pages, built.tables, [max(0, n - m - window + 1) for n, m in zip(lens, new, strict=True)], page_size)
-    starts, most, workspace = plan(lens, new, window, split, Nq, D, device)
     query_starts = torch.tensor(firsts, dtype=torch.int32, device=device) if mixed else None
-
-    def run(pages, tables):
-        sequences = Sequences(tables, built.lens, starts, query_starts)
-        k, v, *scales = pages.values()
-        a = AttentionInput(
-            heads, KVPages(k, v, *scales), sequences, Scores(scale, window), nan(firsts[-1], Nq, D, dtype=dtype), Rope(None),
-            workspace=workspace, max_splits=most, split=split,
-        )  # fmt: skip
-        (decode_fp8_sm90 if fp8 else decode_sm90).launch(a)
-        combine(a)
-        return a.out
-
-    out = run(pages, hidden)
+    rest = (built.lens, query_starts, plan(lens, new, window, split, Nq, D, device), window, Nq, split, scale, nan)
+    out = decode(heads, pages, hidden, *rest)
     q, *fresh = heads.view(firsts[-1], -1, D).split((Nq, Nkv, Nkv), 1)
     for i, (n, m, row) in enumerate(zip(lens, new, firsts, strict=False)):
         if m != 1:
@@ -94,20 +94,17 @@ def check_decode(case, fp8, dtype, new, make, cache, cache8, nan, agrees, device
         if n == 0:
             assert not out[row].any()
             continue
-        at = built.tables[i, (n - 1) // page_size].long(), (n - 1) % page_size
-        sides = []
-        for side, name in enumerate(("k", "v")):
-            old = (built.keys, built.values)[side][i][:-1].double()
-            last = fresh[side][row].double()
+        kv = []
+        for old, x in zip((built.keys[i], built.values[i]), fresh, strict=True):
+            last = x[row].double()
             if fp8:
-                codes, scales = reference.quantize_fp8(fresh[side][row].float())
-                last = codes.double() * scales.double()[..., None]
-            elif not mixed:
-                assert torch.equal(pages[name][at], fresh[side][row])
-            sides.append(torch.cat((old, last[None]))[-window:])
-        truth = decode64(q[row], *sides, scale)
-        agrees(out[row], truth.to(dtype), truth)
-    assert torch.equal(run(whole, built.tables).nan_to_num(9), out.nan_to_num(9))
+                codes, scales = reference.quantize_fp8(x[row].float())
+                last = codes.double() * scales.double().unsqueeze(-1)
+            kv.append(torch.cat((old[:-1].double(), last[None])))
+        one_page = [x[None].to(dtype) for x in kv]
+        expected = reference.paged_attention(q[row][None], *one_page, built.tables[:1] * 0, [1], [n], scale, window=window)
+        agrees(out[row], expected[0], decode64(q[row], *(x[-window:] for x in kv), scale))
+    assert torch.equal(decode(heads, whole, built.tables, *rest).nan_to_num(9), out.nan_to_num(9))
 
 
 @pytest.mark.parametrize("sms", SM_COUNTS)
@@ -132,6 +129,13 @@ def test_single_tokens_among_prompts(fp8, half_dtype, make, cache, cache8, nan, 
     check_decode(case, fp8, half_dtype, [1, 5, 1, 0, 1, 130, 1], make, cache, cache8, nan, agrees, device)
 
 
+def prefill(q, k, v, tables, firsts, lens, scale, window, nan):
+    starts, out = torch.tensor(firsts, dtype=torch.int32, device=q.device), nan(*q.shape, dtype=q.dtype)
+    sequences = Sequences(tables, lens, query_starts=starts)
+    prefill_sm90.launch(AttentionInput(q, KVPages(k, v), sequences, Scores(scale, window), out))
+    return out
+
+
 def window64(q, k, v, window, scale):
     """`support.decode.attention64` with a window."""
     n, total = q.shape[0], k.shape[0]
@@ -149,16 +153,25 @@ def test_prompts(case, half_dtype, make, cache, nan, agrees, device):
     q, firsts = make(sum(lens), Nq, D, dtype=half_dtype), list(itertools.accumulate(lens, initial=0))
     expected = reference.paged_attention(q, built.clean_k, built.clean_v, built.tables, lens, totals, scale, window=window)
     whole = built.k.clone(), built.v.clone()
-    hidden = forgotten({"k": built.k, "v": built.v}, built.tables, [max(0, c - window + 1) for c in case["contexts"]], page_size)
+    hidden = forgotten((built.k, built.v), built.tables, [max(0, c - window + 1) for c in case["contexts"]], page_size)
 
-    def run(k, v, tables):
-        sequences = Sequences(tables, built.lens, query_starts=torch.tensor(firsts, dtype=torch.int32, device=device))
-        out = nan(*q.shape, dtype=half_dtype)
-        prefill_sm90.launch(AttentionInput(q, KVPages(k, v), sequences, Scores(scale, window), out))
-        return out
-
-    out = run(built.k, built.v, hidden)
+    out = prefill(q, built.k, built.v, hidden, firsts, built.lens, scale, window, nan)
     for first, n, k, v in zip(firsts, lens, built.keys, built.values, strict=False):
         rows = slice(first, first + n)
         agrees(out[rows], expected[rows], window64(q[rows], k, v, window, scale))
-    assert torch.equal(run(*whole, built.tables), out)
+    assert torch.equal(prefill(q, *whole, built.tables, firsts, built.lens, scale, window, nan), out)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_wide_window_changes_no_bit(fp8, half_dtype, make, cache, cache8, nan, device):
+    """Catches a window that hides something from a sequence that is not longer."""
+    lens, Nq, Nkv, D = [1, 64, 129, 300], 4, 2, 64
+    built = cache8(lens, Nkv, D, 16) if fp8 else cache(lens, Nkv, D, 16, half_dtype)
+    pages = built.pages.values() if fp8 else (built.k, built.v)
+    heads, planned = make(4, (Nq + 2 * Nkv) * D, dtype=half_dtype), plan(lens, [1] * 4, None, 128, Nq, D, device)
+    outs = [decode(heads, pages, built.tables, built.lens, None, planned, w, Nq, 128, 0.02, nan) for w in (None, 300)]
+    assert torch.equal(*outs)
+    if not fp8:
+        q, firsts = make(300, Nq, D, dtype=half_dtype), [0, 1, 2, 100, 300]
+        outs = [prefill(q, built.k, built.v, built.tables, firsts, built.lens, 0.1, w, nan) for w in (None, 300)]
+        assert torch.equal(*outs)
