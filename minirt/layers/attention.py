@@ -164,7 +164,8 @@ def triton(layer: Attention) -> Forward:
     eps, nq, d, window = layer.config.rms_norm_eps, settings.num_heads, settings.head_dim, settings.window
     scores = Scores(settings.scale, window)
     cos_sin, normalize, query_scales = layer.cos_sin, settings.qk_norm == "plain", layer.query_scales
-    q_rows, kv_rows, rotates_first = nq * d, settings.num_kv_heads * d, settings.qk_norm == "weighted_after_rope"
+    rows = nq * d, settings.num_kv_heads * d, settings.num_kv_heads * d  # of q, k and v
+    of_rope = None if settings.qk_norm == "weighted_after_rope" else cos_sin
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV) -> Tensor:
         q_norm = layer.q_norm.weight if layer.q_norm else None
@@ -173,14 +174,15 @@ def triton(layer: Attention) -> Forward:
         qkv = norm_linear(
             x, norm_weight, eps, linear.weight, linear.bias, scale=linear.scale, workspace=workspace, pdl=pdl, check=False
         )
-        q, k, _ = qkv.split((q_rows, kv_rows, kv_rows), 1)
         if settings.qk_norm == "weighted_all" and q_norm is not None and k_norm is not None:
+            q, k, _ = qkv.split(rows, 1)
             q.copy_(rms_norm(q.contiguous(), q_norm, eps, pdl=pdl, check=False))
             k.copy_(rms_norm(k.contiguous(), k_norm, eps, pdl=pdl, check=False))
             q_norm = k_norm = None
-        elif rotates_first and cos_sin is not None:
-            for heads in (q.unflatten(1, (-1, d)), k.unflatten(1, (-1, d))):
-                heads.copy_(reference.rope(heads, cos_sin[batch.positions]))
+        elif of_rope is not cos_sin and cos_sin is not None:
+            for heads in qkv.split(rows, 1)[:2]:
+                turned = heads.unflatten(1, (-1, d))
+                turned.copy_(reference.rope(turned, cos_sin[batch.positions]))
         gate = None
         if gating is not None:
             gate = norm_linear(
@@ -191,13 +193,8 @@ def triton(layer: Attention) -> Forward:
         sequences = Sequences(tables.block_tables, batch.seq_lens_device, tables.split_starts, query_starts)
         a = attention(AttentionInput(
             qkv, kv, sequences, scores, qkv.new_empty(len(qkv), nq, d),
-<<<<<<< HEAD
-            Rope(cos_sin, q_norm, k_norm, eps, normalize, query_scales), batch.positions, tables.slot_mapping, workspace,
+            Rope(of_rope, q_norm, k_norm, eps, normalize, query_scales), batch.positions, tables.slot_mapping, workspace,
             batch.max_splits, batch.max_seq_len, batch.max_query_len, pdl=pdl, gate=gate, side=side,
-=======
-            Rope(None if rotates_first else cos_sin, q_norm, k_norm, eps, normalize, query_scales), batch.positions,
-            batch.slot_mapping, workspace, batch.max_splits, batch.max_seq_len, batch.max_query_len, pdl=pdl, gate=gate, side=side,
->>>>>>> 5ca1934350e202312bdf7afa24d13da2c0292b14
         )).view(-1, nq * d)  # fmt: skip
         a = layer.hooked(a, batch)
         if residual_product:
