@@ -10,11 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from minirt import Generator, LoadOptions, SamplingParams, models
-from minirt.cli.gpus import find_gpu
-from minirt.errors import ConfigError, UnsupportedError
+from minirt import Generator, SamplingParams, models
+from minirt.errors import ConfigError
 from minirt.layers import Attention, LayerContext, implementation
-from minirt.loading.load import plan_load
 from minirt.modeling.config import AttentionSettings, RopeConfig
 from minirt.models.decoder import decoder_layers
 from minirt.step.batch import Batch, Chunk
@@ -193,16 +191,3 @@ def test_a_window_equals_that_of_transformers(hf_folder):
         assert theirs(torch.tensor([prompt + tokens])).logits[0].argmax(-1)[len(prompt) - 1 : -1].tolist() == tokens
     with Generator.from_pretrained(folder, device="cpu", kv_cache_memory=1 << 22) as generator:
         assert (generator.logits(prompt) - logits).abs().max() > 0.1, "without a window, the logits differ"
-
-
-def test_the_plan_says_why_a_window_is_eager(hf_folder):
-    folder = hf_folder("Mistral", seed=5, head_dim=64)
-    options, h200 = LoadOptions(model=folder, layers=windowed), find_gpu("H200")
-    rows = {row.layer: row for row in plan_load(options, h200)[0].plan.rows}
-    attention = rows["layers.0.attention"]
-    assert (attention.implementation, attention.reason) == ("eager", "auto: triton cannot: its kernels have no sliding window")
-    assert rows["layers.0.mlp"].implementation == "triton"
-    with pytest.raises(UnsupportedError, match=r"triton cannot run layers\.0\.attention: its kernels have no sliding window"):
-        plan_load(LoadOptions(model=folder, layers=windowed, impl="triton"), h200)
-    plain = plan_load(LoadOptions(model=folder), h200)[0].plan.rows
-    assert {row.implementation for row in plain} == {"triton"}
