@@ -320,7 +320,7 @@ def attend_context(q, pages, table_ptr, kv_head, begin, seen_by_all, end, limit,
         oldest = tl.maximum(tl.min(row_oldest, 0), 0)
         begin = tl.maximum(begin, oldest // C.BLOCK_N * C.BLOCK_N)
         whole_from = tl.maximum(begin, (tl.max(row_oldest, 0) + C.BLOCK_N - 1) // C.BLOCK_N * C.BLOCK_N)
-        for first in range(begin, tl.minimum(whole_from, end), C.BLOCK_N):
+        for first in range(begin, whole_from, C.BLOCK_N):
             t, base, slot = page_slots(table_ptr, first, limit, C)
             state = attend(
                 q, state, pages, base * C.NKV + kv_head, slot, t, limit, row_limit, scores, C, True, oldest, row_oldest

@@ -111,6 +111,7 @@ def arguments(name, dtype, make, device):
         k, v, tables, _ = paged(make, dtype, device)
         rest = (tables, ints(0, 6, 6, 7, like=torch.int32), ints(17, 0, 1, like=torch.int32), 0.11)
         yield (t(9, 4, 64), k, v, *rest), {}
+        yield (t(9, 4, 64), k, v, *rest), {"window": 5}
         k, v, scales = eight(k, v)
         yield (t(9, 4, 64), k, v, *rest), scales
     elif name == "paged_attention_decode":
@@ -121,9 +122,13 @@ def arguments(name, dtype, make, device):
         k, v = (make(20, 16, 2, 64, dtype=dtype) for _ in range(2))
         tables = torch.arange(20, dtype=torch.int32, device=device).view(1, 20)
         yield (t(1, 4, 64), k, v, tables, ints(300, like=torch.int32), 0.11), {}  # two KV splits, so a workspace
+        for window in (44, 45):  # the second split alone, and both
+            yield (t(1, 4, 64), k, v, tables, ints(300, like=torch.int32), 0.11), {"window": window}
     elif name == "rope_paged_attention_decode":
         k, v, tables, lens = paged(make, dtype, device)
         yield (t(3, 8 * 64), make(40, 64, dtype=torch.float32), k, v, tables, lens, 0.11, 4, t(64), t(64), 1e-5), {}
+        k, v, scales = eight(k, v)
+        yield (t(3, 8 * 64), make(40, 64, dtype=torch.float32), k, v, tables, lens, 0.11, 4), scales | {"window": 3}
     elif name == "mixture_residual":
         for T in (1, 5):
             yield (t(T, 24), t(T, 6), t(6, 22, 24) * 0.3, t(6, 24, 11), t(T, 24), 3, True, "silu", t(24), 1e-5), {}

@@ -21,7 +21,7 @@ EVERY = [regime for table in TABLES.values() for regime in table]
 NAMES = [f"{regime.kernel} {regime.first}" for regime in EVERY]
 
 
-def operands(stored="fp16", raw=False, D=128, group=4, Nkv=2, page_size=16, split=64, shift=0):
+def operands(stored="fp16", raw=False, D=128, group=4, Nkv=2, page_size=16, split=64, shift=0, window=None):
     """A step of one sequence and one token. `shift`: values by which each tensor misses an aligned address."""
     dtype = torch.float32 if "fp32" in stored else torch.bfloat16
 
@@ -35,7 +35,7 @@ def operands(stored="fp16", raw=False, D=128, group=4, Nkv=2, page_size=16, spli
     heads = empty(1, (group + 2) * Nkv * D) if raw else empty(1, group * Nkv, D)
     numbers = torch.zeros(2, dtype=torch.int32)
     return AttentionInput(
-        heads, KVPages(*pages), Sequences(numbers[:1].view(1, 1), numbers[:1], numbers), Scores(1.0),
+        heads, KVPages(*pages), Sequences(numbers[:1].view(1, 1), numbers[:1], numbers), Scores(1.0, window),
         empty(1, group * Nkv, D), Rope(torch.empty(8, D)) if raw else None, split=split,
     )  # fmt: skip
 
@@ -59,6 +59,7 @@ def test_a_kernel_accepts_what_is_within_its_limits_and_nothing_else(regime):
         assert regime.accepts(least(limits, split=split)) == (limits.split is None or split <= limits.split)
     for shift in (0, 1, 4):
         assert regime.accepts(least(limits, shift=shift)) == (limits.alignment == 1 or shift == 0)
+    assert regime.accepts(least(limits, window=5)) == limits.window
 
 
 def test_any_operand_may_be_misaligned():

@@ -25,7 +25,7 @@ WINDOWED = [
         "lens": (2, 4, 1, 6, 30, 8, 0, 3), "contexts": (2100, 1500 + w % 100, 700, 1024 + w, 3000, w + 500, 9, 2045),
     }
     for page_size, w in ((16, 5), (64, 512), (16, 513), (64, 700), (16, 1300))
-]  # fmt: skip
+] + [{"Nq": 1, "Nkv": 1, "D": 64, "page_size": 16, "window": 506, "lens": (8,), "contexts": (1016,)}]  # fmt: skip
 
 LARGE = [
     {"Nq": 28, "Nkv": 4, "D": 128, "page_size": 64, "lens": (2,), "contexts": (32766,)},
@@ -43,7 +43,8 @@ def check(case, dtype, make, cache, nan, agrees, device, fp8=False):
     on_device = torch.tensor(starts, dtype=torch.int32, device=device)
     workspace = Workspace(device, num_floats=1)
     splits = decode.splits_before(totals, 256, window, lens)[-1]
-    workspace.reserve(partial.workspace_floats(splits, Nq, D))
+    need = partial.workspace_floats(splits, Nq, D)
+    workspace.reserve(need + 4096)
     workspace.sums(1).fill_(torch.nan)
     if fp8:
         kv = cache(totals, Nkv, D, page_size)
@@ -59,6 +60,7 @@ def check(case, dtype, make, cache, nan, agrees, device, fp8=False):
             q, kv.k, kv.v, forget(kv, totals, lens, window), on_device, kv.lens, scale, nan(*q.shape, dtype=dtype),
             workspace=workspace, max_splits=splits, window=window,
         )  # fmt: skip
+    assert workspace.sums(need + 4096)[need : need + 4096].isnan().all()
     k_clean, v_clean, *scales = clean
     scales = scales or (None, None)
     expected = reference.paged_attention(q, k_clean, v_clean, kv.tables, lens, totals, scale, *scales, window)
