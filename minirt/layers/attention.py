@@ -13,7 +13,7 @@ from minirt.layers.base import Forward, Layer, LinearOp, checkpoint_names, regis
 from minirt.layers.mlp import triton_add
 from minirt.modeling.config import AttentionSettings, ModelConfig
 from minirt.modeling.formats import FP8
-from minirt.modeling.parameters import Interleaved, NormWeight, PackedLinear, Part, stacked
+from minirt.modeling.parameters import OF_ADDED, Interleaved, NormWeight, PackedLinear, Part, stacked
 from minirt.step.batch import Batch
 from minirt.step.kv_cache import LayerKV, PagesSpec
 
@@ -66,7 +66,7 @@ class Attention(Layer):
         if settings.qk_norm not in (None, "plain"):
             sizes = (q_rows, kv_rows) if settings.qk_norm == "weighted_all" else (d, d)
             self.q_norm, self.k_norm = (NormWeight(*of, centered) for of in zip((q_norm, k_norm), sizes, strict=True))
-        self.post_norm = NormWeight(post_norm, h, centered) if post_norm else None
+        self.post_norm = NormWeight(post_norm, h, centered, typical=OF_ADDED) if post_norm else None
         self.post_norm_eps = config.rms_norm_eps if post_norm_eps is None else post_norm_eps
         self.residual_multiplier = residual_multiplier
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from minirt.kernels import reference
 from minirt.layers.base import Forward, Layer, LinearOp, checkpoint_names, register, triton_unsupported
 from minirt.modeling.config import ModelConfig
-from minirt.modeling.parameters import NormWeight, PackedLinear, Part, stacked
+from minirt.modeling.parameters import OF_ADDED, NormWeight, PackedLinear, Part, stacked
 from minirt.step.batch import Batch
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class MLP(Layer):
         h, i = config.hidden_size, config.intermediate_size
         gate, up, down = checkpoint_names(prefix, "gate_proj up_proj down_proj", names)
         self.norm = NormWeight(norm, h, config.zero_centered_norms) if norm else None
-        self.post_norm = NormWeight(post_norm, h, config.zero_centered_norms) if post_norm else None
+        self.post_norm = NormWeight(post_norm, h, config.zero_centered_norms, typical=OF_ADDED) if post_norm else None
         self.post_norm_eps = config.rms_norm_eps if post_norm_eps is None else post_norm_eps
         self.residual_multiplier = residual_multiplier
         self.gate_up = PackedLinear(stacked(Part(gate, i), Part(up, i)), h, config.mlp_bias)

@@ -312,14 +312,18 @@ class Values(Parameter):
         self.weight.uniform_(*self.spread, generator=generator)
 
 
+OF_ADDED = 0.05  # `NormWeight.typical` of norms of what layers add
+
+
 class NormWeight(Values):
     """The scale of one RMSNorm: `weight` [size]. `zero_centered`: the checkpoint stores it minus 1, and loading adds 1.
 
-    The sum is rounded to the model's dtype, while transformers multiplies by 1 + weight in fp32.
+    The sum is rounded to the model's dtype, while transformers multiplies by 1 + weight in fp32. `typical`: around which random
+    weights are. (Where norms are all that limits what layers add, sums of values of 1 would amplify each rounding.)
     """
 
-    def __init__(self, name: str, size: int, zero_centered: bool = False) -> None:
-        super().__init__(f"{name}.weight", (size,), (0.5, 1.5))
+    def __init__(self, name: str, size: int, zero_centered: bool = False, typical: float = 1.0) -> None:
+        super().__init__(f"{name}.weight", (size,), (0.5 * typical, 1.5 * typical))
         self.name, self.zero_centered = name, zero_centered
 
     def load(self, name: str, source: Tensor, first: int = 0) -> None:
