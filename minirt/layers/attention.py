@@ -165,7 +165,8 @@ def triton(layer: Attention) -> Forward:
     norm, linear, o, gating, residual_product = layer.norm, layer.qkv, layer.o, layer.gate, layer.linear_ops()[-1].residual
     eps, nq, d, scores = layer.config.rms_norm_eps, settings.num_heads, settings.head_dim, Scores(settings.scale)
     cos_sin, normalize, query_scales = layer.cos_sin, settings.qk_norm == "plain", layer.query_scales
-    q_rows, kv_rows, rotates_first = nq * d, settings.num_kv_heads * d, settings.qk_norm == "weighted_after_rope"
+    joint, rotates_first = settings.qk_norm == "weighted_all", settings.qk_norm == "weighted_after_rope"
+    of_q, of_k = slice(nq * d), slice(nq * d, (nq + settings.num_kv_heads) * d)
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV) -> Tensor:
         q_norm = layer.q_norm.weight if layer.q_norm else None
@@ -174,14 +175,14 @@ def triton(layer: Attention) -> Forward:
         qkv = norm_linear(
             x, norm_weight, eps, linear.weight, linear.bias, scale=linear.scale, workspace=workspace, pdl=pdl, check=False
         )
-        q, k, _ = qkv.split((q_rows, kv_rows, kv_rows), 1)
-        if settings.qk_norm == "weighted_all" and q_norm is not None and k_norm is not None:
-            q.copy_(rms_norm(q.contiguous(), q_norm, eps, pdl=pdl, check=False))
-            k.copy_(rms_norm(k.contiguous(), k_norm, eps, pdl=pdl, check=False))
-            q_norm = k_norm = None
-        elif rotates_first and cos_sin is not None:
-            for heads in (q.unflatten(1, (-1, d)), k.unflatten(1, (-1, d))):
-                heads.copy_(reference.rope(heads, cos_sin[batch.positions]))
+        if joint or rotates_first:
+            for part, weight in ((qkv[:, of_q], q_norm), (qkv[:, of_k], k_norm)):
+                if joint and weight is not None:
+                    part.copy_(rms_norm(part.contiguous(), weight, eps, pdl=pdl, check=False))
+                elif cos_sin is not None:
+                    heads = part.unflatten(1, (-1, d))
+                    heads.copy_(reference.rope(heads, cos_sin[batch.positions]))
+            q_norm, k_norm = (None, None) if joint else (q_norm, k_norm)
         gate = None
         if gating is not None:
             gate = norm_linear(
@@ -192,7 +193,8 @@ def triton(layer: Attention) -> Forward:
         a = attention(AttentionInput(
             qkv, kv, sequences, scores, qkv.new_empty(len(qkv), nq, d),
             Rope(None if rotates_first else cos_sin, q_norm, k_norm, eps, normalize, query_scales), batch.positions,
-            batch.slot_mapping, workspace, batch.max_splits, batch.max_seq_len, batch.max_query_len, pdl=pdl, gate=gate, side=side,
+            batch.slot_mapping, workspace, batch.max_splits, batch.max_seq_len, batch.max_query_len,
+            pdl=pdl, gate=gate, side=side,
         )).view(-1, nq * d)  # fmt: skip
         a = layer.hooked(a, batch)
         if residual_product:
