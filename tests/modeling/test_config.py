@@ -359,7 +359,7 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("llama", {"rope_parameters": {"partial_rotary_factor": 0.25}}, ["rope_parameters.partial_rotary_factor"]),
     ("llama", {"rope_parameters": {"rope_type": "proportional", "factor": 2.0}}, ["rope_parameters.rope_type", "proportional"]),
     ("llama", {"rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2]}}, ["rope_parameters.mrope_section"]),
-    ("muse_glimmer", {}, ["muse_glimmer"]),
+    ("mamba2", {}, ["mamba2"]),
     ("qwen2", {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, ["mrope"]),
     ("qwen3", {"rope_scaling": YARN | {"attn_factor": 0.8}}, ["attn_factor", "yarn"]),
     ("qwen3", {"rope_scaling": YARN | {"extrapolation_factor": 0.5}}, ["extrapolation_factor", "yarn"]),
