@@ -30,8 +30,8 @@ WIDE = {"window": 100, "Nq": 2, "Nkv": 1, "D": 256, "page_size": 64, "split": 12
 MANY = {"window": 70, "Nq": 8, "Nkv": 8, "D": 64, "page_size": 32, "split": 128, "seq_lens": (69, 70, 71, 140, 0, 199, 325)}
 PROMPTS = [
     {"window": 1, "Nq": 2, "Nkv": 2, "D": 64, "page_size": 64, "lens": (3, 150), "contexts": (130, 5)},
-    {"window": 5, "Nq": 3, "Nkv": 1, "D": 128, "page_size": 16, "lens": (40, 4, 90), "contexts": (0, 128, 127)},
-    {"window": 64, "Nq": 1, "Nkv": 1, "D": 256, "page_size": 64, "lens": (200, 1), "contexts": (63, 64)},
+    {"window": 5, "Nq": 3, "Nkv": 1, "D": 128, "page_size": 16, "lens": (40, 4, 90), "contexts": (0, 131, 127)},
+    {"window": 64, "Nq": 1, "Nkv": 1, "D": 256, "page_size": 64, "lens": (200, 1), "contexts": (126, 64)},
     {"window": 100, "Nq": 7, "Nkv": 1, "D": 64, "page_size": 128, "lens": (17, 60), "contexts": (400, 100)},
     {"window": 300, "Nq": 1, "Nkv": 1, "D": 128, "page_size": 64, "lens": (130, 20), "contexts": (640, 299)},  # all masks
 ]
