@@ -1,5 +1,6 @@
-"""Muse-Glimmer (30B): a normalized embedding, a window and rotary embedding in three of four layers and neither in the others,
-queries with a factor, a gate on the output of attention, and norms before and after each sublayer.
+"""Muse-Glimmer (30B): three of four layers have a window and rotary embedding, the others neither.
+
+Its embedding is normalized, queries have a factor, attention has a gate of its output, and sublayers norms before and after.
 
 Official files are those of a model that also sees images. Only its text decoder is computed.
 """

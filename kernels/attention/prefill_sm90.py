@@ -30,7 +30,7 @@ LOWEST = gl.constexpr(-3.4028234663852886e38)  # of fp32
 
 
 @gluon.jit
-def _tile(turn, sequences, sizes, C):
+def _tile(turn, sequences, sizes, window, C):
     """A program's tile: sequence, KV head, cached tokens, tokens that some row sees (0: no work), first row of q, queries, and
     tokens before the first query.
 
@@ -51,7 +51,7 @@ def _tile(turn, sequences, sizes, C):
     first = (block - start // QUERIES - b) * QUERIES
     queries = gl.minimum(length - first, QUERIES)
     before = limit - length + first
-    works = (index < tiles) & (queries > 0) & is_left(length, limit, C)
+    works = (index < tiles) & (queries > 0) & is_left(length, limit, C, window)
     return b, index % C.NKV, limit, gl.where(works, before + queries, 0), start + first, queries, before
 
 
@@ -89,7 +89,7 @@ def _fetch_blocks(k_pages, v_pages, k, v, sequences, sizes, window, C):
     _, table_width, tiles = sizes
     step = 0
     for turn in range((tiles + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        b, kv_head, limit, seen, _, _, before = _tile(turn, sequences, sizes, C)
+        b, kv_head, limit, seen, _, _, before = _tile(turn, sequences, sizes, window, C)
         table_ptr = sequences.block_tables + b.to(gl.int64) * table_width
         column = kv_head * k[0].shape[2]
         for first in range(_first_block(before, window, C.BLOCK_N), seen, C.BLOCK_N):
@@ -168,7 +168,7 @@ def _attend_tiles(q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scor
     if TEAM == TEAMS - 1:
         mbarrier.arrive(turns.index(0))
     for turn in range((tiles + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        _, kv_head, limit, seen, start, queries, before = _tile(turn, sequences, sizes, C)
+        _, kv_head, limit, seen, start, queries, before = _tile(turn, sequences, sizes, scores.window, C)
         if seen > 0:
             # Rows past the end repeat the last query instead of being masked. They are not stored.
             row = TEAM * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, MOVED))

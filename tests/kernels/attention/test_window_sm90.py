@@ -174,3 +174,16 @@ def test_a_wide_window_changes_no_bit(fp8, half_dtype, make, cache, cache8, nan,
         q, firsts = make(300, Nq, D, dtype=half_dtype), [0, 1, 2, 100, 300]
         outs = [prefill(q, built.k, built.v, built.tables, firsts, built.lens, 0.1, w, nan) for w in (None, 300)]
         assert torch.equal(*outs)
+
+
+def test_what_parts_of_the_context_leave(half_dtype, make, cache, nan, agrees, device):
+    """Catches a sequence that neither `partial` nor this kernel computes: its context has several parts, its window has not."""
+    window, Nq, Nkv, D, lens, totals = 70, 4, 2, 64, [3, 130], [403, 230]
+    built, scale = cache(totals, Nkv, D, 16, half_dtype), D**-0.5
+    q, out = make(133, Nq, D, dtype=half_dtype), nan(133, Nq, D, dtype=half_dtype)
+    starts = torch.tensor([0, 3, 133], dtype=torch.int32, device=device)
+    sequences, scores = Sequences(built.tables, built.lens, query_starts=starts), Scores(scale, window)
+    prefill_sm90.launch(AttentionInput(q, KVPages(built.k, built.v), sequences, scores, out, partial=128))
+    expected = reference.paged_attention(q, built.clean_k, built.clean_v, built.tables, lens, totals, scale, window=window)
+    agrees(out[:3], expected[:3], window64(q[:3], built.keys[0], built.values[0], window, scale))
+    assert out[3:].isfinite().all()

@@ -338,6 +338,22 @@ def attention_sizes(calls: Calls) -> None:
             ))  # fmt: skip
 
 
+def attention_windows(calls: Calls) -> None:
+    """Windows: steps of single tokens, among prompts, of few tokens and of a prompt, on 16-bit and FP8 pages."""
+    empty, ints, (Nq, Nkv, D) = calls.empty, calls.ints, (32, 2, 128)
+    for fp8 in (False, True):
+        pages = empty(8, PAGE, Nkv, D, like=torch.float8_e4m3fn if fp8 else None)
+        scale = empty(8, PAGE, Nkv, like=torch.float32) if fp8 else None
+        for T, starts, most in ((1, None, None), (2, None, None), (600, 9, None), (16, 9, 2)):
+            B, slots = T if starts is None else starts - 1, ints(T, like=torch.int64)
+            sequences = Sequences(ints(B, 40), ints(B), ints(B + 1), None if starts is None else ints(starts))
+            attention.attention(AttentionInput(
+                empty(T, (Nq + 2 * Nkv) * D), KVPages(pages, pages, scale, scale), sequences, Scores(D**-0.5, 2048),
+                empty(T, Nq, D), Rope(empty(4096, D, like=torch.float32)), slots, slots, calls.workspace, 2 * B,
+                max_query_len=most, pdl=calls.pdl,
+            ))  # fmt: skip
+
+
 # Experts, hidden size, width of an expert, steps: Qwen3-30B-A3B with each height of tiles, and a width that no tile divides.
 MIXTURES = ((128, 2048, 768, (1, 3, 9, 40, 200, 400, 800, 1100)), (60, 2052, 700, (1, 1000)))
 
@@ -509,7 +525,7 @@ def families(cc: int, dtype: torch.dtype) -> dict[str, Callable[[Calls], None]]:
         known |= {"linear-fp8": linear_fp8, "linear-blocks": linear_blocks}
         known |= {"experts-fp8": experts_fp8, "experts-blocks": experts_blocks}
     if cc == 90 and dtype.itemsize == 2:
-        known["attention-sizes"] = attention_sizes
+        known |= {"attention-sizes": attention_sizes, "attention-windows": attention_windows}
         known |= {"linear-three-groups": linear_three_groups, "experts-other-tiles": experts_other_tiles}
     return known
 
