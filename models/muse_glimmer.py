@@ -1,6 +1,6 @@
-"""Muse-Glimmer (30B): a normalized embedding, a window and rotary embedding in three of four layers and neither in the others,
-queries with a factor, a gate on the output of attention, and norms before and after each sublayer.
+"""Muse-Glimmer (30B): windows and rotary embedding in three of four layers, a normalized embedding, and norms around sublayers.
 
+The other layers have neither a window nor rotary embedding. Queries have a factor, and the output of attention has a gate.
 Official files are those of a model that also sees images. Only its text decoder is computed.
 """
 

@@ -759,7 +759,7 @@ def test_a_model_of_a_family_that_is_not_supported(run, monkeypatch, name, famil
     """Mixtral was answered with "did you mean Mistral-7B?", and Gemma with how to name a model. What runs is said, too."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     out = run("plan", "-m", name)
-    refused(out, f"minirt does not support {family} models; expected a model of one of the types exaone4, ", "minirt models lists")
+    refused(out, f"minirt does not support {family} models; expected a model of one of the types exaone4", "minirt models lists")
     assert ("HF_HUB_OFFLINE is set" in out[2]) == ("/" in name), "the name of a family proves nothing about a Hub model"
 
 
