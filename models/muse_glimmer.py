@@ -1,7 +1,6 @@
-"""Muse-Glimmer (30B): three of four layers have a window and rotary embedding, the others neither.
+"""Muse-Glimmer (30B): windows and rotary embedding in three of four layers, a normalized embedding, and norms around sublayers.
 
-Its embedding is normalized, queries have a factor, attention has a gate of its output, and sublayers norms before and after.
-
+The other layers have neither a window nor rotary embedding. Queries have a factor, and the output of attention has a gate.
 Official files are those of a model that also sees images. Only its text decoder is computed.
 """
 

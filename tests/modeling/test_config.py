@@ -40,6 +40,7 @@ def raw_config(model_type: str = "llama", **fields: Any) -> dict[str, Any]:
 CLASSES = {
     "llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config,
     "mistral": transformers.MistralConfig, "qwen2_moe": transformers.Qwen2MoeConfig, "qwen3_moe": transformers.Qwen3MoeConfig,
+    "granite": transformers.GraniteConfig,
 }  # fmt: skip
 # Options of transformers' classes. Each option has a non-default value in at least one entry.
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
