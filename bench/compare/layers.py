@@ -339,8 +339,7 @@ def cost(place: Place, step: EagerStep) -> LayerCost:
     shape, out_dtype = layer.returns(step.inputs[place.index], batch)
     flops = layer.flops(rows)
     nbytes = layer_read_bytes(layer, dtype, rows) + rows * (row + math.prod(shape[1:]) * out_dtype.itemsize)
-    pairs = sum(n * (s - n) + n * (n + 1) // 2 for n, s in zip(batch.query_lens, batch.seq_lens, strict=True))
     kept = cached(place, step.cache)
     if kept is not None and layer.cache_spec is not None:
         nbytes += view(kept).read_bytes(batch) + batch.num_seqs * max(0, layer.step_state_bytes - layer.cache_spec.state_bytes)
-    return LayerCost(nbytes, flops + attention_flops(layer, pairs))
+    return LayerCost(nbytes, flops + attention_flops(layer, zip(batch.query_lens, batch.seq_lens, strict=True)))

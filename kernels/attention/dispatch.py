@@ -60,8 +60,6 @@ class AttentionRegime(Regime):
         limits = self.limits
         if a.format not in limits.formats or limits.raw is (a.rope is None):
             return False
-        if a.scores.window is not None and not limits.window:
-            return False
         if limits.split is not None and a.split > limits.split:
             return False
         Nq, Nkv, D = a.head_shape

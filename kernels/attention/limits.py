@@ -13,4 +13,4 @@ MAX_WIDENED_TOKENS = 131_072
 MAX_GROUP = 16  # query heads that share a KV head
 FORMATS = ("fp16", "fp32", "fp8", "fp8_fp32")  # of KV pages, see `regimes.AttentionLimits`
 # What all kernels of attention take. Their checks of arguments follow it.
-ANY = AttentionLimits(FORMATS, HEAD_DIMS, raw=False, page_size=16, group=MAX_GROUP, window=True)
+ANY = AttentionLimits(FORMATS, HEAD_DIMS, raw=False, page_size=16, group=MAX_GROUP)

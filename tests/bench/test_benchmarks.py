@@ -328,6 +328,16 @@ def test_prompt_flops():
     assert flops.linear_flops(QWEN, 7, 7) == 14 * (28 * attention + 28 * mlp + head)
 
 
+@pytest.mark.parametrize("window", [1, 2, 5, 7, 9])
+@pytest.mark.parametrize(("new", "length"), [(1, 1), (1, 7), (3, 7), (7, 7), (5, 9)])
+def test_attention_flops_with_a_window(window, new, length):
+    config = replace(QWEN, sliding_window=window, window_layers=frozenset({1}))
+    _, full, _, windowed, *_ = models.build(config)
+    pairs = sum(min(window, position + 1) for position in range(length - new, length))
+    assert flops.attention_flops(windowed, [(new, length), (1, 1)]) == 4 * 28 * 128 * (pairs + 1)
+    assert flops.attention_flops(full, [(new, length)]) == 4 * 28 * 128 * sum(range(length - new + 1, length + 1))
+
+
 def test_flops_of_a_hybrid():
     """Counted by hand for Qwen3.5-0.8B. Catches attention that is counted in all layers, of which three of four are recurrent.
 

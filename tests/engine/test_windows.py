@@ -191,3 +191,23 @@ def test_the_pages_suffice(window, seqs, tokens, drafts, length):
         pages.skip(0, length - tokens)
         assert pages.reserve(0, length)
     assert count * PAGE_SIZE <= seqs * (window + 64 * 4 + 3 * (1 + drafts)) + tokens + 64
+
+
+@pytest.mark.parametrize("model", KINDS, indirect=True)
+def test_pinned_prompts_and_measured_steps(model):
+    """Catches pages that a measurement keeps, and a pinned prompt whose last pages others overwrite."""
+    folder, made = model
+    rng = random.Random(2)
+    pinned, others = ([rng.randrange(211) for _ in range(n)] for n in (200, 600))
+    with Generator.from_pretrained(folder, device="cpu", dtype="float32", max_num_seqs=2) as generator:
+        assert generator.warm_prompt(pinned) == 192
+        (free,) = (allocator.num_free for allocator in generator._engine.engine._cache.window_allocators.values())
+        for prompt in (False, True):
+            generator.profile(batch_size=2, context_len=120, prompt=prompt, repeats=1)
+        params = SamplingParams(**GREEDY, max_tokens=20)
+        for _ in range(3):
+            generator.generate([others[::-1], others], params)
+        completion = generator.generate([*pinned, 5, 6], params)
+        assert completion.cached_tokens == 192
+        check(made, completion)
+        assert [allocator.num_free for allocator in generator._engine.engine._cache.window_allocators.values()] == [free]
