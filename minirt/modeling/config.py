@@ -95,7 +95,7 @@ class AttentionSettings:
         gate: the output of attention is multiplied by sigmoid(gate) of the same shape. "q_proj": q_proj has twice the rows, for
             each head those of q, then those of the gate; "gate_proj": a separate linear; None: there is no gate.
         window: a token sees itself and at most window − 1 tokens before it (sliding-window attention, Beltagy et al. 2020); None:
-            all tokens before it. Only the eager implementation has a window.
+            all tokens before it.
     """
 
     num_heads: int
