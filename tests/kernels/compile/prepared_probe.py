@@ -160,6 +160,8 @@ def changed(value: Any, constexpr: bool) -> list[Any]:
         tile, tensors = value.tile, [moved, other, half, *([strided] if value.tensor.ndim == 2 else [])]
         narrow = () if tile._width is None else (prepared.Tile(tile._make, tile._block, *tile._layout, width=tile._width // 2),)
         return [*(value._replace(tensor=t) for t in tensors if len(t)), *(value._replace(tile=t) for t in narrow), None]
+    if isinstance(value, tuple) and not hasattr(value, "_asdict"):  # numbers of a constant
+        return [(*value, 7)]
     if isinstance(value, tuple):  # a record
         constant = type(value) in prepared._CONSTANTS
         fields = value._asdict().items()
