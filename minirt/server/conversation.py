@@ -84,7 +84,8 @@ def template_variables(front: Front, given: Mapping[str, Any] | None, hints: Map
     Args:
         given: `chat_template_kwargs`.
         hints: variables that have fields of requests: their values and the names of these fields. Clients send them to any model,
-            so the template need not use them. A reasoning_effort of "none" then turns off enable_thinking.
+            so the template need not use them. A reasoning_effort of "none" then turns off enable_thinking; another one
+            is the reasoning_strength of a template that uses this name (Muse-Glimmer).
     """
     tokenizer, variables = front.check_ready()[0].text(), dict(given or {})
     check_texts("chat_template_kwargs", list(variables), MAX_VARIABLES)
@@ -97,6 +98,8 @@ def template_variables(front: Front, given: Mapping[str, Any] | None, hints: Map
             variables[name] = hint
         elif (name, hint) == ("reasoning_effort", "none") and tokenizer.template_uses("enable_thinking"):
             variables.setdefault("enable_thinking", False)
+        elif name == "reasoning_effort" and hint != "none" and tokenizer.template_uses("reasoning_strength"):
+            variables.setdefault("reasoning_strength", hint)
         else:
             front.note_unknown([place], "fields that the chat template does not use")
     return variables

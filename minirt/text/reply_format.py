@@ -2,9 +2,11 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from minirt.errors import InputError, UnsupportedError
+from minirt.text.addressed import ADDRESSED, MARKERS, AddressedParser, answers, is_addressed, opened
 from minirt.text.reasoning import BLOCKS, ReasoningParser
 from minirt.text.reply import Parser, ReplyParser
 from minirt.text.response_template import ResponseTemplate, ResponseTemplateParser
@@ -21,6 +23,7 @@ class ReplyFormat:
     Attributes:
         tool_calls: a format of `tool_calls.FORMATS`; None: calls are not recognised.
         reasoning: the markers of the block of reasoning with which answers may begin; None: they have none.
+            `ADDRESSED`: answers are messages, each addressed to somebody.
         response_template: the tokenizer's declaration, which takes precedence over both, unless a `tool_choice` forces calls.
         notes: why something was not chosen, for a log.
     """
@@ -47,6 +50,9 @@ class ReplyFormat:
         if name not in names:
             raise InputError("no such format of tool calls", expected=", ".join(names), found=name)
         reasoning = next((block for block in BLOCKS if all(marker in (chat_template or "") for marker in block)), None)
+        calls = detect_format(chat_template) if name == AUTO else name if name in FORMATS else None
+        if is_addressed(chat_template) or (calls is not None and FORMATS[calls].addressed):
+            reasoning = ADDRESSED
         notes: tuple[str, ...] = ()
         if name == TEMPLATE or (name == AUTO and response_template is not None):
             try:
@@ -55,7 +61,7 @@ class ReplyFormat:
                 if name == TEMPLATE:
                     raise
                 notes = (f"the response template is not used: {error}",)
-        return cls(detect_format(chat_template) if name == AUTO else None if name == NONE else name, reasoning, None, notes)
+        return cls(calls, reasoning, None, notes)
 
     def needs_special_tokens(self, special: Collection[str]) -> bool:
         """Whether the text must have its special tokens, because some of them are markers.
@@ -63,7 +69,8 @@ class ReplyFormat:
         Args:
             special: the texts of the tokenizer's special tokens (`Tokenizer.special_tokens`).
         """
-        markers = (FORMATS[self.tool_calls].markers if self.tool_calls is not None else ()) + (self.reasoning or ())
+        reasoning = MARKERS if self.reasoning == ADDRESSED else self.reasoning or ()
+        markers = (FORMATS[self.tool_calls].markers if self.tool_calls is not None else ()) + reasoning
         return self.response_template is not None or any(marker in special for marker in markers)
 
     def parser(self, prompt: str, tools: Sequence[Tool] = (), tool_choice: object = None, continued: str = "") -> Parser:
@@ -83,6 +90,10 @@ class ReplyFormat:
             raise InputError("needs tools", where="tool_choice", found=str(choice)[:80])
         if self.response_template is not None and choice in ("none", "auto"):
             return ResponseTemplateParser(self.response_template, prompt, tools, calls=choice == "auto" and bool(tools))
+        if self.reasoning == ADDRESSED and choice in ("none", "auto"):
+            form = FORMATS[self.tool_calls] if self.tool_calls is not None and choice == "auto" and tools else None
+            make = None if form is None else partial(form.parser, tools)
+            return ReplyParser(AddressedParser(opened(prompt), make, aside=self.tool_calls is None))
         calls: Parser | None = None
         ends: Sequence[str] = ()
         if choice == "required":
@@ -95,10 +106,12 @@ class ReplyFormat:
             calls = NamedCallParser(chosen(tools, choice).name)
         if self.reasoning is None:
             return ReplyParser(None, calls)
+        if self.reasoning == ADDRESSED:
+            return ReplyParser(AddressedParser(opened(prompt), aside=True), calls)
         return ReplyParser(ReasoningParser(self.opens_reasoning(prompt, continued), *self.reasoning, ends=ends), calls)
 
     def opens_reasoning(self, prompt: str, continued: str = "") -> bool:
-        """Whether an answer begins inside a block of reasoning.
+        """Whether an answer begins inside a block of reasoning; with addressed messages, whether one may come before the content.
 
         The chat template has opened the block for the model, or the final message has, if the model continues it. Markers
         elsewhere, such as those in a question about them, do not count.
@@ -106,6 +119,8 @@ class ReplyFormat:
         if self.reasoning is None:
             return False
         opening, closing = self.reasoning
+        if self.reasoning == ADDRESSED:
+            return not answers(prompt)
         if continued.rfind(opening) > continued.rfind(closing):
             return True
         return prompt.rfind(opening) > prompt.rfind(closing) and prompt.rstrip().endswith(opening)

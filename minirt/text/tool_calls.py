@@ -5,6 +5,7 @@
 | `hermes` | `<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Qwen2.5, Qwen3, Hermes |
 | `qwen3_coder` | `<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>`: Qwen3-Coder, Qwen3.5 |
 | `llama3_json` | `{"name": …, "parameters": {…}}` as the answer, or after `<|python_tag|>`; several with `;` between: Llama 3 |
+| `muse_glimmer` | `<atem:function_calls><atem:invoke name="NAME"><atem:parameter name="KEY">VALUE…`: Muse-Glimmer |
 | `mistral` | `[TOOL_CALLS]NAME[ARGS]{…}`, or with `[CALL_ID]ID` before `[ARGS]`; `[TOOL_CALLS][{"name": …, "arguments": {…}}]` |
 
 Text before a marker is content. A call starts when its name is known and its arguments begin. What turns out to be no call before
@@ -28,8 +29,6 @@ _ARGUMENT_KEYS = ("arguments", "parameters")
 _MAX_NAME = 200
 _WORD = re.compile(rf"[\w.:/-]{{0,{_MAX_NAME}}}", re.ASCII)  # a name in Mistral's format
 _TAG_NAME = re.compile(rf'[^<>"\n]{{0,{_MAX_NAME}}}')  # a name in a tag of Qwen3-Coder
-# After a parameter's value that is not closed: the tags that end its call.
-_CALL_END = re.compile(r"(?:</function>\s{0,99})?(?:</tool_call>\s{0,99})?")
 
 
 class _CallReader:
@@ -142,13 +141,10 @@ def _string(text: str) -> str | None:
     return value if is_unicode(value) else None
 
 
-_CLOSE = "</tool_call>"
-_STAYS = ("{", _CLOSE)  # markers with which the next state begins
-
-
 class _CallParser(StatefulParser):
     """A parser of calls among content."""
 
+    _stays: tuple[str, ...] = ("{",)  # markers with which the next state begins
     _skipped = ""  # characters between two calls that mean as much as white space
 
     def __init__(self, tools: Sequence[Tool]) -> None:
@@ -189,7 +185,7 @@ class _CallParser(StatefulParser):
             self._at += len(marker)
             self._space.clear()
         else:
-            self._use(0 if marker in _STAYS else len(marker))
+            self._use(0 if marker in self._stays else len(marker))
         self._state = states.get(marker, self._outside)
         return []
 
@@ -326,12 +322,16 @@ class Qwen3CoderParser(_CallParser):
     `</function>` or `</tool_call>`, if no other text than the next call follows.
     """
 
-    _OPEN, _FUNCTION, _FUNCTION_END = "<tool_call>", "<function=", "</function>"
+    _OPEN, _CLOSE, _FUNCTION, _FUNCTION_END = "<tool_call>", "</tool_call>", "<function=", "</function>"
     _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+    _NAME_END, _AROUND = ">", "\n"  # what ends a name in a tag; a character that may stand around a value
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         super().__init__(tools)
         self._opens = {self._OPEN: self._opened, self._FUNCTION: self._bare_function}
+        self._stays = ("{", self._CLOSE)
+        # After a parameter's value that is not closed: the tags that end its call.
+        self._call_end = re.compile(rf"(?:{self._FUNCTION_END}\s{{0,99}})?(?:{self._CLOSE}\s{{0,99}})?")
         self._state: State = self._outside
         self._bare, self._final = False, False  # whether the call has no opening tag; whether the text has ended
 
@@ -353,14 +353,13 @@ class Qwen3CoderParser(_CallParser):
         return _TAG_NAME.match(self._text, self._at)[0]  # type: ignore[index]  # it also matches no character
 
     def _tag_name(self) -> str | None:
-        """The name up to ">"; None if it is not complete; "" if it is none."""
+        """The name up to `_NAME_END`; None if it is not complete; "" if it is none."""
         begun = self._begun()
         end = self._at + len(begun)
-        if end == len(self._text):
-            return None
-        if self._text[end] != ">":
-            return ""
-        self._use(len(begun) + 1)
+        following = self._text[end : end + len(self._NAME_END)]
+        if following != self._NAME_END:
+            return None if self._NAME_END.startswith(following) else ""
+        self._use(len(begun) + len(following))
         return begun.strip()
 
     def _function_name(self) -> list[Event] | None:
@@ -377,7 +376,7 @@ class Qwen3CoderParser(_CallParser):
         return []
 
     def _body(self) -> list[Event] | None:
-        return self._take({self._PARAMETER: self._parameter_name, self._FUNCTION_END: self._end, _CLOSE: self._end})
+        return self._take({self._PARAMETER: self._parameter_name, self._FUNCTION_END: self._end, self._CLOSE: self._end})
 
     def _append(self, first: str, later: str) -> list[Event]:
         """Events of arguments: `first` if the call begins with them, else `later`."""
@@ -401,28 +400,28 @@ class Qwen3CoderParser(_CallParser):
     def _value_begins(self) -> list[Event] | None:
         if self._at == len(self._text):
             return None
-        self._at += self._text[self._at] == "\n"
-        self._state, self._empty = self._value, True  # nothing of the value is used yet
+        self._at += self._text[self._at] == self._AROUND
+        self._state, self._new_line = self._value, True  # whether the text that is used ends a line
         return []
 
     def _value(self) -> list[Event] | None:
         """Up to the end of the value, without one newline before it."""
-        tags = (self._PARAMETER_END, self._PARAMETER, self._FUNCTION_END, _CLOSE)
+        tags = (self._PARAMETER_END, self._PARAMETER, self._FUNCTION_END, self._CLOSE)
         place, tag = first_marker(self._text, tags, self._at)
         while tag and (ends := self._ends_value(place, tag)) is False:
             place, tag = first_marker(self._text, tags, place + len(tag))
         done = bool(tag and ends)
         if not tag:
-            place = len(self._text) - held_length(self._text, [*tags, *("\n" + tag for tag in tags)], self._at)
-        elif place > self._at and self._text[place - 1] == "\n":
+            place = len(self._text) - held_length(self._text, [*tags, *(self._AROUND + tag for tag in tags)], self._at)
+        elif place > self._at and self._text[place - 1] == self._AROUND:
             place -= 1
         piece, self._at = self._text[self._at : place], place
         if done:
-            self._at += (self._text[place] == "\n") + (len(tag) if tag == self._PARAMETER_END else 0)
+            self._at += (self._text[place] == self._AROUND) + (len(tag) if tag == self._PARAMETER_END else 0)
             self._state = self._body
         elif not piece:
             return None
-        self._empty = False
+        self._new_line = piece.endswith("\n")
         if self._is_string:
             return [self._calls.arguments(json_text(piece)[1 : None if done else -1])]
         self._pending.append(piece)
@@ -437,18 +436,19 @@ class Qwen3CoderParser(_CallParser):
             return True
         if tag == self._PARAMETER:
             start = place + len(tag)
-            end = self._text.find(">", start, start + _MAX_NAME)
+            end = self._text.find(self._NAME_END, start, start + _MAX_NAME)
             begun = self._text[start : end if end >= 0 else start + _MAX_NAME]
-            if not (self._empty if place == self._at else self._text[place - 1] == "\n"):
+            if not (self._new_line if place == self._at else self._text[place - 1] == "\n"):
                 return False
             if end >= 0:
                 return begun in self._absent
+            begun = begun[: len(begun) - held_length(begun, [self._NAME_END])]
             return None if not self._final and any(name.startswith(begun) for name in self._absent) else False
-        end = _CALL_END.match(self._text, place).end()  # type: ignore[union-attr]  # it matches `tag`
-        following = self._text[end : end + len(_CLOSE)]
+        end = self._call_end.match(self._text, place).end()  # type: ignore[union-attr]  # it matches `tag`
+        following = self._text[end : end + len(self._CLOSE)]
         if following.startswith((self._OPEN, self._FUNCTION)):
             return True
-        if not any(marker.startswith(following) for marker in (_CLOSE[:-1], self._OPEN, self._FUNCTION)):
+        if not any(marker.startswith(following) for marker in (self._CLOSE[:-1], self._OPEN, self._FUNCTION)):
             return False
         return self._final or None
 
@@ -458,10 +458,18 @@ class Qwen3CoderParser(_CallParser):
 
     def _after_call(self) -> list[Event] | None:
         self._started = False
-        return self._take({} if self._bare else {self._FUNCTION: self._function_name}, (_CLOSE,))
+        return self._take({} if self._bare else {self._FUNCTION: self._function_name}, (self._CLOSE,))
 
     def _rest(self) -> list[Event]:
         return [] if self._state == self._after_call else super()._rest()
+
+
+class MuseGlimmerParser(Qwen3CoderParser):
+    """Format `muse_glimmer`: `qwen3_coder` with other tags. White space around a value belongs to it."""
+
+    _OPEN, _CLOSE, _FUNCTION = "<atem:function_calls>", "</atem:function_calls>", '<atem:invoke name="'
+    _FUNCTION_END, _PARAMETER, _PARAMETER_END = "</atem:invoke>", '<atem:parameter name="', "</atem:parameter>"
+    _NAME_END, _AROUND = '">', ""
 
 
 class Format(NamedTuple):
@@ -471,11 +479,13 @@ class Format(NamedTuple):
         parser: makes the parser of an answer for a request's tools.
         markers: what some tokenizers have as special tokens, which a decoder may leave out of the text.
         end_reasoning: how calls begin, if models may call a tool without closing their reasoning first (Qwen3.5).
+        addressed: answers are messages, each to somebody: `minirt.text.addressed`.
     """
 
     parser: Callable[[Sequence[Tool]], Parser]
     markers: tuple[str, ...]
     end_reasoning: tuple[str, ...] = ()
+    addressed: bool = False
 
 
 _TAGS, _PYTHON = ("<tool_call>", "</tool_call>"), "<|python_tag|>"
@@ -489,6 +499,7 @@ FORMATS = {
     "hermes": Format(_HERMES, _TAGS), "qwen3_coder": _QWEN3_CODER, "qwen3_xml": _QWEN3_CODER,
     "llama3_json": Format(_LLAMA3, (_PYTHON,)),
     "mistral": Format(MistralParser, ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")),
+    "muse_glimmer": Format(MuseGlimmerParser, ("<atem:function_calls>", "</atem:function_calls>"), addressed=True),
 }  # fmt: skip
 # Signs of formats that no parser here reads, though they share markers with one: GLM 4.5, Hunyuan, Seed-OSS, Functionary.
 _OTHER_FORMATS = ("<arg_key>", "<tool_calls>", ":tool_call>", "<|recipient|>", ">>>")
@@ -496,6 +507,8 @@ _OTHER_FORMATS = ("<arg_key>", "<tool_calls>", ":tool_call>", "<|recipient|>", "
 
 def detect_format(template: str | None) -> str | None:
     """The format of the tool calls that a chat template writes and asks for; None if it is none that is known."""
+    if template is not None and "<atem:function_calls>" in template:
+        return "muse_glimmer"
     if template is None or any(sign in template for sign in _OTHER_FORMATS):
         return None
     if "<function=" in template:  # with JSON after it, and without parameters: Functionary, and custom functions of Llama 3.1

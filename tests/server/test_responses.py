@@ -24,6 +24,7 @@ TOOLS = [WEATHER, {"type": "web_search"}, NOW]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": 3}}\n</tool_call>'
 NOW_CALL = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
 ZURICH = ("function_call", "weather", '{"city": "Zürich", "days": 3}')
+NEXT = "<|eom|><|start|>assistant"
 NOON = ("function_call", "now", "{}")
 OPENED = {"chat_template_kwargs": {"enable_thinking": True}}
 HISTORY = (  # a template that shows all that messages have
@@ -131,6 +132,9 @@ ANSWERS = [
      [("reasoning", f"It is {NOW_CALL}, no."), ("message", "So:"), ZURICH]),
     ("opens", f"Hm, é\n</think>\n{CALL}", [("reasoning", "Hm, é"), ZURICH]),
     ("special", "Hm, é\n</think>\nSo.", [("reasoning", "Hm, é"), ("message", "So.")]),
+    ("muse_glimmer", f" to=self<|message|>Hm, é{NEXT} to=now<|message|><atem:function_calls>"
+     f'<atem:invoke name="now"></atem:invoke></atem:function_calls>{NEXT} to=self<|message|>So{NEXT} to=user<|message|>é',
+     [("reasoning", "Hm, é"), NOON, ("reasoning", "So"), ("message", "é")]),
     ("declared", '((a b))c CALL{"name": "now", "arguments": {}}END', [("reasoning", "a b"), ("message", "c"), NOON]),
 ]  # fmt: skip
 

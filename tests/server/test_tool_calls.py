@@ -22,6 +22,10 @@ CODER = (
     "<tool_call>\n<function=weather>\n<parameter=city>\nZürich\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n"
     "</tool_call>"
 )
+ATEM = (  # Muse-Glimmer's
+    '<atem:function_calls><atem:invoke name="weather"><atem:parameter name="city">Zürich</atem:parameter>'
+    '<atem:parameter name="days">3</atem:parameter></atem:invoke></atem:function_calls>'
+)
 ZURICH = ("weather", '{"city": "Zürich", "days": 3}')
 
 
@@ -98,6 +102,9 @@ ANSWERS = [
     ("qwen3_5", "Hm, é\n</think>\n\nNo.", "No.", "Hm, é", []),
     ("mistral", '[THINK]Hm, é[/THINK]Well:[TOOL_CALLS]weather[ARGS]{"city": "Zürich", "days": 3}[TOOL_CALLS]now[ARGS]{}',
      "Well:", "Hm, é", [ZURICH, ("now", "{}")]),
+    ("muse_glimmer", f" to=self<|message|>Hm, é<|eom|><|start|>assistant to=weather<|message|>{ATEM}<|eom|><|start|>assistant"
+     " to=user<|message|>Well: <b>", "Well: <b>", "Hm, é", [ZURICH]),
+    ("muse_glimmer", " to=user<|message|>No.", "No.", "", []),
     ("declared", '((a b))c CALL{"name": "now", "arguments": {"x": 1}}END', "c", "a b", [("now", '{"x": 1}')]),
 ]  # fmt: skip
 
@@ -284,6 +291,30 @@ async def test_qwen3_5_thinks_unless_it_is_told_not_to(chats):
     await chats.complete("</think>ok", messages=history, tools=TOOLS)
     turns = f"<think>\n{text}<|im_end|>\n<|im_start|>user\n<tool_response>\nrain\n</tool_response><|im_end|>\n"
     assert chats.prompt.endswith(turns + "<|im_start|>assistant\n<think>\n")
+
+
+@on_model("muse_glimmer")
+async def test_muse_glimmer(chats):
+    """Catches an effort that does not reach the prompt, a history that loses its form, and a grammar that holds for reasoning."""
+    for fields in ({"reasoning_effort": "high"}, {"extra_body": {"chat_template_kwargs": {"reasoning_strength": "high"}}}):
+        await chats.complete(" to=user<|message|>a", **fields)
+        assert chats.prompt.startswith("<|start|>system<|message|>Reasoning strength: high\n")
+    answer = f" to=self<|message|>Hm, é<|eom|><|start|>assistant to=weather<|message|>{ATEM}<|eom|>"
+    own = (await chats.complete(answer, tools=TOOLS)).choices[0].message
+    assert chats.prompt.endswith("<|start|>assistant")
+    calls = [call.model_dump() for call in own.tool_calls]
+    history = [*USER, {"role": "assistant", "reasoning": own.reasoning, "tool_calls": calls}]
+    history += [{"role": "tool", "tool_call_id": calls[0]["id"], "content": "rain"}]
+    await chats.complete("ok", messages=history, tools=TOOLS)
+    assert chats.prompt.endswith(f"<|start|>assistant{answer}<|start|>tool<|message|>rain<|eot|><|start|>assistant")
+    text = ' to=self<|message|>Hm<|eom|><|start|>assistant to=user<|message|>{"a": 1}'
+    for streams in (False, True):
+        reply = await chats.complete(text, streams=streams, response_format={"type": "json_object"})
+        assert (joined(reply) if streams else whole(reply.choices[0])) == ('{"a": 1}', "Hm", [], "stop")
+        assert chats.last.sampling.structured_outputs.reasoning_end == "to=user<|message|>"
+    listed = text.replace('{"a": 1}', '[{"name": "now", "arguments": {}}]')
+    reply = whole((await chats.complete(listed, tools=TOOLS, tool_choice="required")).choices[0])
+    assert reply == ("", "Hm", [("now", "{}")], "tool_calls")
 
 
 @on_model("hermes")

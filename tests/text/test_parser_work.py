@@ -12,6 +12,7 @@ from text.test_response_template import GEMMA, LINES, LIST, QWEN3, QWEN35, START
 
 from minirt.errors import InputError
 from minirt.text import json_checker, stream_search, tool_calls, tools
+from minirt.text.addressed import AddressedParser
 from minirt.text.json_checker import completed, escaped
 from minirt.text.reasoning import ReasoningParser
 from minirt.text.reply import ReplyParser
@@ -82,9 +83,13 @@ def form(name):
     return lambda: FORMATS[name].parser(TOOLS)
 
 
+def muse():
+    return AddressedParser("", form("muse_glimmer"))
+
+
 CODER = "<tool_call>\n<function=f>\n"
 CASES = [
-    *((own, text) for own in (form("hermes"), form("qwen3_coder"), form("llama3_json"), form("mistral"), ReasoningParser, template(QWEN3, START), template(LINES)) for text in (
+    *((own, text) for own in (form("hermes"), form("qwen3_coder"), form("llama3_json"), form("mistral"), muse, ReasoningParser, template(QWEN3, START), template(LINES)) for text in (
         lambda n: "word " * (n // 5), lambda n: " " * n, lambda n: "a" + "\n" * n + "b", lambda n: "<" * n, lambda n: "</tool_call" * (n // 11),
         lambda n: "<tool_call>" * (n // 11), lambda n: "<think>" * (n // 7),
     )),
@@ -111,6 +116,11 @@ CASES = [
         "</function>", "\n</tool_call>\n", "\n<parameter=", "\n<parameter=s", "</function></tool_call>x", "</function>" + " " * 98)),
     *((form("mistral"), lambda n, tag=tag: "[TOOL_CALLS]" + tag * (n // len(tag))) for tag in (
         "[TOOL_CALLS]", "f[ARGS]{}[TOOL_CALLS]", "[ARGS]", "f[ARGS]", "f", " ", '[{"name": "f"}', 'f{"s": "x"}', "f[CALL_ID]")),
+    *((muse, lambda n, tag=tag: tag * (n // len(tag))) for tag in (
+        "to=self<|message|>a<|eom|><|start|>assistant ", "to=user<|message|>a<|eom|>", "to=x<|message|>", "<|start|>", "assistant",
+        "to=", "<|eom|>", "<|start|>assistant to=x<|message|>b")),
+    *((muse, lambda n, tag=tag: "to=x<|message|><atem:function_calls>" + tag * (n // len(tag))) for tag in (
+        '<atem:invoke name="', '<atem:invoke name="f"></atem:invoke>', '<atem:invoke name="f"><atem:parameter name="s">', "x", " ")),
     (form("llama3_json"), lambda n: '{"name": "f", "id": "' + "x" * n + '", "parameters": {}}'),
     (form("llama3_json"), lambda n: '{"name": "f", "parameters": "' + "x" * n + '"}'),
     (form("llama3_json"), lambda n: '{"' + "\\u0061" * (n // 6)),
