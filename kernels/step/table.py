@@ -187,7 +187,7 @@ def derive(
         np.cumsum(splits - np.maximum(start - window + 1, 0) * valid // kv_split, out=to.split_starts[group, 1:])
     used = -(-length // page_size)
     inside = np.arange(used.max(initial=0)) < used[:, None]
-    for group in range(columns.groups):
+    for group in range(len(to.block_tables)):
         place = columns.page_tables + group * columns.pages
         pages = words[np.maximum(slots, 0), place : place + inside.shape[1]]
         np.copyto(to.block_tables[group, :, : inside.shape[1]], pages, where=inside)

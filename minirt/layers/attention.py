@@ -118,7 +118,7 @@ def eager(layer: Attention) -> Forward:
             qk = normalized(qk)
         scales = None if layer.query_scales is None else layer.query_scales[batch.positions]
         q, k = reference.rope(qk[:, :nq], None, scales), qk[:, nq:]
-        tables = batch.tables(window)
+        tables = batch if window is None else batch.tables(window)
         reference.write_kv(k, kv.k, tables.slot_mapping, kv.k_scale)
         reference.write_kv(v, kv.v, tables.slot_mapping, kv.v_scale)
         a = reference.paged_attention(
@@ -189,8 +189,8 @@ def triton(layer: Attention) -> Forward:
                 x, norm_weight, eps, gating.weight, gating.bias, scale=gating.scale, workspace=workspace, pdl=pdl, check=False
             ).view(-1, nq, d)
         query_starts = None if batch.max_query_len == 1 else batch.query_starts_device
-        tables = batch.tables(window)
-        sequences = Sequences(tables.block_tables, batch.seq_lens_device, tables.split_starts, query_starts)
+        tables = batch if window is None else batch.tables(window)
+        sequences = Sequences(tables.block_tables, batch.seq_lens_device, tables.split_starts_device, query_starts)
         a = attention(AttentionInput(
             qkv, kv, sequences, scores, qkv.new_empty(len(qkv), nq, d),
             Rope(of_rope, q_norm, k_norm, eps, normalize, query_scales), batch.positions, tables.slot_mapping, workspace,

@@ -33,11 +33,11 @@ class Chunk(NamedTuple):
 
 
 class PageTables(NamedTuple):
-    """What a step has for the layers of a cache group: `block_tables`, `slot_mapping`, `split_starts_device` of a `Batch`."""
+    """What a step has for the layers of a cache group, under the names of a `Batch`."""
 
     block_tables: Tensor
     slot_mapping: Tensor
-    split_starts: Tensor
+    split_starts_device: Tensor
 
 
 @dataclass(frozen=True)
@@ -92,15 +92,15 @@ class Batch:
     hooks: Any = None
     windows: Mapping[int, PageTables] | None = None
 
-    def tables(self, window: int | None) -> PageTables:
-        """The tables of layers with this window."""
+    def tables(self, window: int) -> PageTables:
+        """The tables of layers with this window; those of layers without one are the batch's."""
         tables = PageTables(self.block_tables, self.slot_mapping, self.split_starts_device)
-        if window is None or self.windows is not None:
-            return tables if window is None else (self.windows or {}).get(window, tables)
+        if self.windows is not None:
+            return self.windows.get(window, tables)
         lens = zip(self.seq_lens, self.query_lens, strict=True)
         splits = [-(-length // KV_SPLIT) - first_split(length, new, window) for length, new in lens]
         starts = torch.tensor(list(accumulate(splits, initial=0)), dtype=torch.int32, device=self.device)
-        return tables._replace(split_starts=starts)
+        return tables._replace(split_starts_device=starts)
 
     @property
     def device(self) -> torch.device:

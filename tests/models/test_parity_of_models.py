@@ -33,8 +33,8 @@ def test_against_transformers(case, tmp_path):
         options = {"max_num_batched_tokens": chunk, "max_num_seqs": 1, "kv_cache_memory": 1 << 22}
         with Generator.from_pretrained(tmp_path, device="cpu", **options) as generator:
             assert distance(generator.logits(longest), expected) < 1e-5, f"chunks of {chunk}"
+            page = max(1, generator.memory.page)
     # Pages for about half of the tokens of all sequences.
-    page = 5 * 64 * 2 * 2 * 16 * 4  # bytes: layers, tokens, K and V, heads, channels, fp32
     pages = (sum(LENGTHS) + GREEDY[case] * len(LENGTHS)) // 110
     params = SamplingParams(max_tokens=GREEDY[case], ignore_eos=True, temperature=0)
     with Generator.from_pretrained(tmp_path, device="cpu", kv_cache_memory=pages * page) as generator:
