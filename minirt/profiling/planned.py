@@ -66,7 +66,8 @@ def planned_step(
             sequences.append(sequence)
             if windows is not None:
                 windows.skip(sequence.slot, context_len - new)
-                windows.reserve(sequence.slot, context_len)
+                if not windows.reserve(sequence.slot, context_len):
+                    raise ContextLengthError("too few KV pages of layers with a window", where=where, hint="pin fewer prompts")
         values = [(sequence.slot, context_len - new, new, 1, 1, context_len) for sequence in sequences]
         yield plan_step(scheduled(sequences, values, host), host, engine._runner.columns, vocab)
     finally:

@@ -150,7 +150,7 @@ def _traced(work: Any) -> list[Kernel]:
     from torch.profiler import profile as trace_of
 
     torch.cuda.synchronize()
-    with trace_of(activities=[ProfilerActivity.CUDA]) as trace:
+    with trace_of(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:  # without it, PyTorch warns of cycles
         work()
         torch.cuda.synchronize()
     events = [e for e in trace.events() if e.device_type == DeviceType.CUDA]

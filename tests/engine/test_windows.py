@@ -12,6 +12,7 @@ from support.checkpoints import distance
 
 from minirt import Generator, SamplingParams
 from minirt.engine.schedule.windows import Windows, window_pages
+from minirt.errors import ContextLengthError
 from minirt.step.kv_cache import PAGE_SIZE, PageAllocator
 
 WINDOW = 70
@@ -191,6 +192,22 @@ def test_the_pages_suffice(window, seqs, tokens, drafts, length):
         pages.skip(0, length - tokens)
         assert pages.reserve(0, length)
     assert count * PAGE_SIZE <= seqs * (window + 64 * 4 + 3 * (1 + drafts)) + tokens + 64
+
+
+def test_pins_leave_room_for_a_sequence():
+    """Catches pins after which no prompt would ever get its pages."""
+    pages, allocator = windows(8)
+    keys = [bytes([i]) for i in range(8)]
+    pages.reserve(0, 64 * 8)
+    pages.register(0, keys, 8)
+    pages.release(0)
+    pages.pin(keys, 4)
+    pages.pin(keys, 4)
+    assert allocator.num_free == 8 - 2, "each page counts once"
+    with pytest.raises(ContextLengthError, match="pinned prompts take too many KV pages of layers with a window"):
+        pages.pin(keys, 7)
+    assert allocator.num_free == 8 - 2
+    assert pages.reserve(1, 100)
 
 
 @pytest.mark.parametrize("model", KINDS, indirect=True)

@@ -283,10 +283,10 @@ async def test_qwen3_5_thinks_unless_it_is_told_not_to(chats):
         assert joined(await chats.complete("Rain.", tools=TOOLS, streams=True, **fields)) == found
         assert chats.prompt.endswith("<think>\n\n</think>\n\n")
     text = f"Hm, é\n</think>\n\n{CODER}"
-    own = (await chats.complete(text, tools=TOOLS)).choices[0].message
+    message = (await chats.complete(text, tools=TOOLS)).choices[0].message
     assert chats.prompt.endswith("<|im_start|>assistant\n<think>\n")
-    calls = [call.model_dump() for call in own.tool_calls]
-    history = [*USER, {"role": "assistant", "content": own.content, "reasoning": own.reasoning, "tool_calls": calls}]
+    calls = [call.model_dump() for call in message.tool_calls]
+    history = [*USER, {"role": "assistant", "content": message.content, "reasoning": message.reasoning, "tool_calls": calls}]
     history += [{"role": "tool", "tool_call_id": calls[0]["id"], "content": "rain"}]
     await chats.complete("</think>ok", messages=history, tools=TOOLS)
     turns = f"<think>\n{text}<|im_end|>\n<|im_start|>user\n<tool_response>\nrain\n</tool_response><|im_end|>\n"

@@ -89,7 +89,7 @@ def muse():
 
 CODER = "<tool_call>\n<function=f>\n"
 CASES = [
-    *((own, text) for own in (form("hermes"), form("qwen3_coder"), form("llama3_json"), form("mistral"), muse, ReasoningParser, template(QWEN3, START), template(LINES)) for text in (
+    *((parser, text) for parser in (form("hermes"), form("qwen3_coder"), form("llama3_json"), form("mistral"), muse, ReasoningParser, template(QWEN3, START), template(LINES)) for text in (
         lambda n: "word " * (n // 5), lambda n: " " * n, lambda n: "a" + "\n" * n + "b", lambda n: "<" * n, lambda n: "</tool_call" * (n // 11),
         lambda n: "<tool_call>" * (n // 11), lambda n: "<think>" * (n // 7),
     )),

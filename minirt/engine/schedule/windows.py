@@ -10,9 +10,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from minirt.errors import ContextLengthError
 from minirt.kernels.step.table import Columns
 from minirt.step.kv_cache import PAGE_SIZE, PageAllocator
 from minirt.step.plan import Edit
+
+NO_LIMIT = 1 << 30  # tokens of a sequence
 
 
 def window_pages(window: int, seqs: int, tokens: int, drafts: int, length: int) -> int:
@@ -30,6 +33,7 @@ class _Group:
         self.window, self.allocator = window, allocator
         self.tables = np.zeros((slots, columns), np.int32)
         self.first, self.end, self.sent = np.zeros((3, slots), np.int64)
+        self.pinned = set[int]()
 
     def visible(self, computed: int, size: int) -> int:
         """The first page that the token after `computed` tokens sees."""
@@ -53,6 +57,7 @@ class Windows:
         """No slot holds a page, and none has a key."""
         for group in self._groups:
             group.allocator.reset()
+            group.pinned = set()
             group.first[:] = group.end[:] = group.sent[:] = 0
 
     def room(self, slot: int) -> int:
@@ -126,13 +131,20 @@ class Windows:
             group.tables[slot, group.first[slot] : depth], group.end[slot] = pages, depth
 
     def pin(self, keys: Sequence[bytes], depth: int) -> None:
-        """Hold what `take` needs for good."""
-        for group in self._groups:
-            group.allocator.share(self._pages(group, keys, depth))
+        """Hold what `take` needs for good. Raises ContextLengthError if the other pages are too few for a sequence."""
+        wanted = [group.pinned.union(self._pages(group, keys, depth)) for group in self._groups]
+        for group, pinned in zip(self._groups, wanted, strict=True):
+            most = group.allocator.num_pages - window_pages(group.window, 1, self._size, 0, NO_LIMIT)
+            if len(pinned) > max(0, most):
+                what, hint = "pinned prompts take too many KV pages of layers with a window", "raise --max-num-seqs, or pin less"
+                raise ContextLengthError(what, expected=f"at most {max(0, most)}", found=len(pinned), hint=hint)
+        for group, pinned in zip(self._groups, wanted, strict=True):
+            group.allocator.share(list(pinned - group.pinned))
+            group.pinned = pinned
 
     def _pages(self, group: _Group, keys: Sequence[bytes], depth: int) -> list[int]:
-        found = (group.allocator.page_of(key) for key in keys[group.visible(depth * self._size, self._size) : depth])
-        return [page for page in found if page is not None]
+        pages = (group.allocator.page_of(key) for key in keys[group.visible(depth * self._size, self._size) : depth])
+        return [page for page in pages if page is not None]
 
     def edits(self, slot: int, columns: Columns) -> list[Edit]:
         """The pages of a slot that the device does not know."""
