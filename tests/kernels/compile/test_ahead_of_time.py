@@ -1,6 +1,7 @@
 """Compiling ahead of the first launch. Catches: a kernel that runs anyway, is compiled once for each launch, or is loaded only by
 its launch, on another device or not at all; an error that is lost, or is raised in spite of `ignore_errors`; launches of other
-threads that do not run; launchers of one name, loaded by several threads, that get each other's contents; launches that stay patched."""
+threads that do not run; launchers of one name, loaded by several threads, that get each other's contents; launches that stay
+patched."""
 
 import pytest
 import torch
