@@ -368,7 +368,7 @@ def load(
     _read_all([entries[name] for name in biases], _check_zero)
     _read_all(tied, lambda entry, tensor: _check_tied(model, entry, tensor))
     if on_gpu:
-        torch.cuda.synchronize(model.device)
+        torch.cuda.current_stream(model.device).synchronize()
     return total, unused
 
 

@@ -128,6 +128,11 @@ class LoadOptions(Settings):
         "Memory for states of recurrent layers (Qwen3.5, 3.6, 3.8) that the prefix cache keeps; 0: no prefix cache. Default: a "
         "quarter of the memory for them and KV pages, at most four states for each sequence.", kind="size", check=_size(0),
         scope="memory", engine=True, details="Never more than `kv_cache_memory` leaves.")
+    batch_invariant: bool = setting(
+        "A request's tokens and log-probabilities do not depend on other requests, chunks, cached prefixes or drafts, to the "
+        "last bit.", False, scope="model",
+        details="On a GPU, for models of attention and MLP layers in 16 or 32 bits, or in FP8. Others are refused. Steps take "
+        "about a tenth longer.", elsewhere={"vLLM": "VLLM_BATCH_INVARIANT", "SGLang": "enable_deterministic_inference"})
     max_step_ms: float = setting(
         "On a GPU: milliseconds that a step may spend on prompts while other requests decode; 0: no limit.", 60.0,
         check=Number(0, text="milliseconds, or 0 for any time"), scope="load", engine=True,
