@@ -14,7 +14,17 @@ import triton.language as tl
 
 from minirt.kernels.attention.constants import Constants
 from minirt.kernels.attention.decode import DecodeConfig, find_work_item, split_slots
-from minirt.kernels.attention.online_softmax import attend, blank, existing, fuses, gate_output, oldest_seen, prepare, whole
+from minirt.kernels.attention.online_softmax import (
+    attend,
+    blank,
+    close,
+    existing,
+    fuses,
+    gate_output,
+    oldest_seen,
+    prepare,
+    whole,
+)
 from minirt.kernels.attention.operands import AttentionFacts, AttentionInput, decode_lookup_size
 from minirt.kernels.compile.tuning import Family
 from minirt.kernels.launch import Gpu, launch_options, most_registers, next_power_of_2, sm_count
@@ -78,7 +88,7 @@ def _decode_few_kernel(q_ptr, pages, sequences, results, scores, B, table_width,
                 oldest, row_oldest,
             )  # fmt: skip
         if length <= first_end:
-            out = whole(acc) / tl.where(inside, total, 1.0)[:, None]
+            out = whole(acc) / tl.where(inside, close(total, row_max, results, head, True), 1.0)[:, None]
             out = gate_output(out, results, (start + query).to(tl.int64)[:, None], head[:, None], d, stored)
             tl.store(results.out + first_value + at, out.to(results.out.dtype.element_ty), mask=stored)
         else:

@@ -12,7 +12,16 @@ import triton
 import triton.language as tl
 
 from minirt.kernels.attention.constants import Constants
-from minirt.kernels.attention.online_softmax import attend_context, existing, fuses, gate_output, load_channels, prepare, whole
+from minirt.kernels.attention.online_softmax import (
+    attend_context,
+    close,
+    existing,
+    fuses,
+    gate_output,
+    load_channels,
+    prepare,
+    whole,
+)
 from minirt.kernels.attention.operands import AttentionFacts, AttentionInput, prefill_lookup_size
 from minirt.kernels.attention.partial import is_left
 from minirt.kernels.compile.tuning import Family
@@ -81,8 +90,11 @@ def _prefill_kernel(q_ptr, pages, sequences, results, scores, B, table_width, C)
         table_ptr = sequences.block_tables + b.to(tl.int64) * table_width
         seen_by_all = (context + first_query + 1) // C.BLOCK_N * C.BLOCK_N
         seen_by_any = tl.minimum(context + first_query + QUERIES, limit)
-        _, total, acc = attend_context(q, pages, table_ptr, kv_head, 0, seen_by_all, seen_by_any, limit, row_limit, scores, C)
+        row_max, total, acc = attend_context(
+            q, pages, table_ptr, kv_head, 0, seen_by_all, seen_by_any, limit, row_limit, scores, C
+        )
         stored = existing(valid[:, None], d, C.D)
+        total = close(total, row_max, results, head, True)
         acc = gate_output(whole(acc) / total[:, None], results, token[:, None], head[:, None], d, stored)
         tl.store(results.out + at, acc.to(results.out.dtype.element_ty), mask=stored)
 

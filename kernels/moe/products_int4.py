@@ -22,9 +22,9 @@ from minirt.kernels.moe import products
 from minirt.kernels.moe.route import Routing, token_regime
 from minirt.kernels.prepared import compile_time, prepared
 
-CASES = [  # group: columns of a scale
+CASES = [  # group: columns of a scale; "mx": MXFP4
     {"T": 1, "E": 5, "k": 3, "H": 72, "I": 40, "group": 32}, {"T": 7, "E": 4, "k": 2, "H": 320, "I": 136, "group": 64},
-    {"T": 70, "E": 3, "k": 2, "H": 200, "I": 67, "group": 128},
+    {"T": 70, "E": 3, "k": 2, "H": 200, "I": 67, "group": 128}, {"T": 5, "E": 4, "k": 2, "H": 200, "I": 72, "group": "mx"},
 ]  # fmt: skip
 
 
@@ -110,7 +110,8 @@ def _experts_int4_kernel(x_ptr, weight_ptr, ep, out_ptr, routing, most, scale_ex
             words = group_words(scales + N, scale_group, chunk, C.K, C.GROUP)
             w = tl.load(w_ptrs + (k // 4 + up))
             acc_up = multiply_chunk(w, words, x, acc_up, C.GROUP, True, C.DTYPE, C.ASM)
-    acc = finish(acc, acc_up, load_rows(ep, n[:, None], n[:, None] < N, N, False), (), (), ep)
+    of_rows = load_rows(ep, expert.to(tl.int64) * N * ROWS + n[:, None], n[:, None] < N, N, False)
+    acc = finish(acc, acc_up, of_rows, (), (), ep)
     at = (place if GATED else pair).to(tl.int64)[None, :] * N + n[:, None]
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & valid[None, :])
 
