@@ -29,6 +29,7 @@ from minirt.kernels.linear.int4_words import (
     offset,
     scale_words,
     scaled,
+    times_power,
     unpack,
     unpack_e2m1,
     zero_point,
@@ -115,7 +116,9 @@ def multiply_chunk(w, words, x, acc, GROUP: tl.constexpr, EXACT: tl.constexpr, D
                 part = tl.dot(q[j], x[j].T, tl.zeros(acc.shape, tl.float32), input_precision="ieee")
                 acc += part * factor(words[0], j)[:, None]
             else:
-                acc = tl.dot(_scaled(q[j], factor(words[0], j), DTYPE, ASM), x[j].T, acc, input_precision="ieee")
+                power = factor(words[0], j)[:, None]
+                weights = times_power(q[j], power) if ASM else (q[j].to(tl.float32) * power).to(DTYPE)
+                acc = tl.dot(weights, x[j].T, acc, input_precision="ieee")
     elif EXACT:
         for g in tl.static_range(4 // GROUP):
             q, part = _unpack(w, words[g], DTYPE, ASM), tl.zeros(acc.shape, tl.float32)

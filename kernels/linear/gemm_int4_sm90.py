@@ -29,7 +29,7 @@ from minirt.kernels.hopper.tiles import places
 from minirt.kernels.hopper.tma import tma_load, tma_tile
 from minirt.kernels.launch import Gpu, cdiv, even_parts, launch_options, next_power_of_2, sm_count
 from minirt.kernels.linear.epilogue import add_parts, finish, load_residual, load_rows, touch
-from minirt.kernels.linear.int4_words import factor, group_words, offset, scale_words, scaled, unpack, unpack_e2m1
+from minirt.kernels.linear.int4_words import factor, group_words, offset, scale_words, scaled, times_power, unpack, unpack_e2m1
 from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.linear.tile_order import tile_origin
 from minirt.kernels.prepared import Tiled, compile_time, prepared
@@ -261,7 +261,8 @@ def _multiply(ring, ep, out_ptr, workspace, sizes, C, PDL: gl.constexpr, GROUP: 
             for j in gl.static_range(4):
                 if (C.QUANTUM == 1 and j > 0) or (C.QUANTUM == 2 and j == 2):
                     q = _unpacked(w, words[j // C.QUANTUM], x_tiles.dtype)
-                parts += (scaled(q[j], factor(words[j // C.QUANTUM], j)[:, None]),)  # type: ignore[assignment]
+                scale = factor(words[j // C.QUANTUM], j)[:, None]
+                parts += (times_power(q[j], scale) if MX else scaled(q[j], scale),)  # type: ignore[assignment]
             a, b = _side_by_side(parts[0], parts[1]), _side_by_side(parts[2], parts[3])  # type: ignore[misc]
             acc = warpgroup_mma(a, left_x, acc, is_async=True)
             acc = warpgroup_mma(b, right_x, acc, is_async=True)

@@ -204,6 +204,19 @@ def scaled(q, scale):
         )  # fmt: skip
 
 
+@triton.jit
+def times_power(q, power):
+    """q · power, a power of two in fp32: exact in 16 bits, unless the result leaves their range."""
+    power, _ = tl.broadcast(power.to(q.dtype), q)
+    if q.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }",
+            "=r,r,r", [q, power], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [q, power], tl.float16, is_pure=True, pack=2)
+
+
 def scale_words(product: Product) -> tuple[Tensor, int]:
     """(Scale words, columns of a group) of a product with 4-bit weights, or of experts. InputError if it has none."""
     scale = product.epilogue.scale
