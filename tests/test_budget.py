@@ -14,30 +14,30 @@ lines = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(lines)
 
 # What one reads to know how a token is made: the rooms of `lines.CORE` together.
-CORE = 10_858  # batch invariance; windows and seven families; seams of hooks
+CORE = 10_985  # windows and eight families; seams of hooks; MXFP4; batch invariance; windows and seven families
 BUDGET = {
     "minirt": 2_060,  # `Generator.profile`, functions by name
     "minirt/engine": 3_378,  # captures without garbage collection; cache groups: pages of layers with windows, freed behind them
     "minirt/step": 447,  # page tables by cache group
-    "minirt/layers": 828,  # windows, factors, QK-norms and norms of the families below
-    "minirt/modeling": 1_567,  # windows by layer, and seven families' settings
-    "minirt/loading": 1_590,  # the memory of windows
+    "minirt/layers": 834,  # windows, factors, QK-norms and norms of the families below; sinks, biases of experts
+    "minirt/modeling": 1_634,  # windows by layer, and eight families' settings; MXFP4
+    "minirt/loading": 1_614,  # the memory of windows; experts in MXFP4
     "minirt/speculative": 296,
-    "models": 692,  # Granite, Phi, Seed-OSS, Hunyuan, OLMo 3, EXAONE 4, Muse-Glimmer
+    "models": 722,  # Granite, Phi, Seed-OSS, Hunyuan, OLMo 3, EXAONE 4, Muse-Glimmer, gpt-oss
     "models/recipe": 731,
-    "kernels": 12_710,  # one order of sums for any batch; windows in every attention kernel; launchers by thread
+    "kernels": 12_957,  # windows in every attention kernel; sinks, the decoder of MXFP4, biases of experts
     "minirt/hooks": 375,  # hidden states and logits, edits, logits processors
     "minirt/profiling": 249,  # of `bench`: `Generator.profile`; bytes of windows
     "minirt/precompile": 39,  # `minirt compile`
     "minirt/server": 2_815,  # `/ready`; `reasoning_strength`
-    "minirt/text": 2_637,  # addressed messages and calls of Muse-Glimmer
-    "minirt/structured": 1_193,
-    "minirt/cli": 2_805,  # `minirt profile`
+    "minirt/text": 2_708,  # addressed messages and calls of Muse-Glimmer; harmony
+    "minirt/structured": 1_200,  # grammars after the header of a message
+    "minirt/cli": 2_816,  # `minirt profile`; presets with one release
     "minirt/nn": 367,
     "minirt/patching": 629,
-    "bench": 6_156,
+    "bench": 6_157,
     "examples": 241,  # logit lens, linear probe, steering vector, a profile, a bad layer
-    "tests": 40_068,  # windows against transformers, seven families; addressed messages
+    "tests": 40_514,  # MXFP4 and gpt-oss; windows against transformers, seven families; addressed messages
 }
 
 
