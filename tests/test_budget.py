@@ -14,30 +14,31 @@ lines = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(lines)
 
 # What one reads to know how a token is made: the rooms of `lines.CORE` together.
-CORE = 10_821  # windows and seven families; seams of hooks
+CORE = 11_004  # windows and seven families; seams of hooks and of adapters
 BUDGET = {
-    "minirt": 2_060,  # `Generator.profile`, functions by name
-    "minirt/engine": 3_367,  # cache groups: pages of layers with windows, freed behind them
-    "minirt/step": 442,  # page tables by cache group
-    "minirt/layers": 826,  # windows, factors, QK-norms and norms of the families below
-    "minirt/modeling": 1_554,  # windows by layer, and seven families' settings
-    "minirt/loading": 1_584,  # the memory of windows
+    "minirt": 2_092,  # `Generator.profile`, functions by name; adapters per request
+    "minirt/engine": 3_414,  # cache groups: pages of layers with windows, freed behind them; adapters: places, steps with them
+    "minirt/step": 444,  # page tables by cache group
+    "minirt/layers": 867,  # windows, factors, QK-norms and norms of the families below; adapters of linears
+    "minirt/modeling": 1_557,  # windows by layer, and seven families' settings
+    "minirt/loading": 1_642,  # the memory of windows; adapters: options, memory
     "minirt/speculative": 296,
     "models": 692,  # Granite, Phi, Seed-OSS, Hunyuan, OLMo 3, EXAONE 4, Muse-Glimmer
-    "models/recipe": 731,
-    "kernels": 12_532,  # windows in every attention kernel
+    "models/recipe": 816,  # an adapter's training
+    "kernels": 12_840,  # windows in every attention kernel; adapters by row
+    "minirt/adapters": 429,  # LoRA: files, merging, places on the device, rows
     "minirt/hooks": 375,  # hidden states and logits, edits, logits processors
     "minirt/profiling": 249,  # of `bench`: `Generator.profile`; bytes of windows
     "minirt/precompile": 39,  # `minirt compile`
-    "minirt/server": 2_815,  # `/ready`; `reasoning_strength`
+    "minirt/server": 2_919,  # `/ready`; `reasoning_strength`; adapters: names, loading them
     "minirt/text": 2_637,  # addressed messages and calls of Muse-Glimmer
     "minirt/structured": 1_193,
     "minirt/cli": 2_805,  # `minirt profile`
     "minirt/nn": 367,
     "minirt/patching": 629,
     "bench": 6_156,
-    "examples": 241,  # logit lens, linear probe, steering vector, a profile, a bad layer
-    "tests": 39_834,  # windows against transformers, seven families; addressed messages
+    "examples": 249,  # logit lens, linear probe, steering vector, a profile, a bad layer
+    "tests": 40_382,  # windows against transformers, seven families; addressed messages; adapters
 }
 
 

@@ -25,7 +25,7 @@ class Bucket(NamedTuple):
 
     `tokens`: 0 for decode steps. `short`: no sequence, including its new tokens, is longer than a KV split, so attention has no
     splits to combine. `drafts`: of a decode step, for each sequence on average; 0: each sequence has one token. `hooked`: a
-    request asks for what hooks do.
+    request asks for what hooks do. `adapted`: a sequence has an adapter.
     """
 
     seqs: int
@@ -33,6 +33,7 @@ class Bucket(NamedTuple):
     short: bool = False
     drafts: int = 0
     hooked: bool = False
+    adapted: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -55,7 +56,7 @@ class Bucket(NamedTuple):
 
     def serves(self, other: "Bucket") -> bool:
         """Whether steps of another bucket may be padded to this one."""
-        same_kind = (self.tokens > 0, self.drafts, self.hooked) == (other.tokens > 0, other.drafts, other.hooked)
+        same_kind = (self.tokens > 0, self.drafts, *self[4:]) == (other.tokens > 0, other.drafts, *other[4:])
         return same_kind and self.seqs >= other.seqs and self.tokens >= other.tokens and self.short <= other.short
 
 

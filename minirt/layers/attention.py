@@ -36,7 +36,7 @@ class Attention(Layer):
         residual_multiplier: a factor of what is added to x.
     """
 
-    kind = "attention"
+    kind, adaptable = "attention", ("qkv", "gate", "o")
     needs_cache = "an attention layer needs KV pages"
     kernel_tables = ("attention.dispatch", "attention.rope_write")
 
@@ -109,7 +109,10 @@ def eager(layer: Attention) -> Forward:
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV) -> Tensor:
         h = x if norm is None else reference.rms_norm(x, norm.weight, eps)
-        heads = reference.linear(h, qkv.weight, qkv.bias, qkv.scale).view(-1, nq + 2 * nkv, d)
+        heads = reference.linear(h, qkv.weight, qkv.bias, qkv.scale)
+        if batch.adapters is not None:
+            batch.adapters.add(qkv, heads, h)
+        heads = heads.view(-1, nq + 2 * nkv, d)
         qk, v = heads[:, : nq + nkv], heads[:, nq + nkv :]
         if settings.qk_norm in ("weighted", "plain", "weighted_all"):
             qk = normalized(qk)
@@ -125,9 +128,12 @@ def eager(layer: Attention) -> Forward:
             q, kv.k, kv.v, tables.block_tables, batch.query_lens, batch.seq_lens, settings.scale, kv.k_scale, kv.v_scale, window
         ).view(-1, nq * d)  # fmt: skip
         if gate is not None:
-            a = reference.gate_output(a, reference.linear(h, gate.weight, gate.bias, gate.scale))
+            gates = reference.linear(h, gate.weight, gate.bias, gate.scale)
+            a = reference.gate_output(a, gates if batch.adapters is None else batch.adapters.add(gate, gates, h))
         a = layer.hooked(a, batch)
         y = reference.linear(a, o.weight, o.bias, o.scale)
+        if batch.adapters is not None:
+            batch.adapters.add(o, y, a)
         y = y if post_norm is None else reference.rms_norm(y, post_norm.weight, post_norm_eps)
         return reference.add_residual(x, y, multiplier)
 
@@ -174,6 +180,8 @@ def triton(layer: Attention) -> Forward:
         qkv = norm_linear(
             x, norm_weight, eps, linear.weight, linear.bias, scale=linear.scale, workspace=workspace, pdl=pdl, check=False
         )
+        if batch.adapters is not None:
+            batch.adapters.add(linear, qkv, x, norm_weight, eps)
         if settings.qk_norm == "weighted_all" and q_norm is not None and k_norm is not None:
             q, k, _ = qkv.split(rows, 1)
             q.copy_(rms_norm(q.contiguous(), q_norm, eps, pdl=pdl, check=False))
@@ -187,7 +195,10 @@ def triton(layer: Attention) -> Forward:
         if gating is not None:
             gate = norm_linear(
                 x, norm_weight, eps, gating.weight, gating.bias, scale=gating.scale, workspace=workspace, pdl=pdl, check=False
-            ).view(-1, nq, d)
+            )
+            if batch.adapters is not None:
+                batch.adapters.add(gating, gate, x, norm_weight, eps)
+            gate = gate.view(-1, nq, d)
         query_starts = None if batch.max_query_len == 1 else batch.query_starts_device
         tables = batch if window is None else batch.tables(window)
         sequences = Sequences(tables.block_tables, batch.seq_lens_device, tables.split_starts_device, query_starts)
@@ -198,8 +209,12 @@ def triton(layer: Attention) -> Forward:
         )).view(-1, nq * d)  # fmt: skip
         a = layer.hooked(a, batch)
         if residual_product:
+            if batch.adapters is not None:
+                batch.adapters.add(o, x, a)
             return linear_residual(a, o.weight, x, o.bias, scale=o.scale, workspace=workspace, pdl=pdl, check=False)
         y = norm_linear(a, None, 0.0, o.weight, o.bias, scale=o.scale, workspace=workspace, pdl=pdl, check=False)
+        if batch.adapters is not None:
+            batch.adapters.add(o, y, a)
         return triton_add(layer, x, y)
 
     return forward

@@ -45,6 +45,8 @@ class StepGraphs:
         bucket = self.buckets.find(plan)
         if bucket is not None and plan.hooks is not None:
             bucket = bucket._replace(hooked=True)
+        if bucket is not None and plan.adapters:
+            bucket = bucket._replace(adapted=True)
         if bucket is None or bucket in self.captured:
             return bucket
         if self.later:
@@ -82,6 +84,8 @@ class StepGraphs:
         batch = runner.with_buffers(batch, rows, hooked=bucket.hooked)
         if self.captured is not None:
             batch = replace(batch, logits=runner.buffers.logits[:rows])
+        if bucket.adapted and runner.adapters is not None:
+            batch = replace(batch, adapters=runner.adapters.begin(runner.buffers.table, view.tensors))
         self._static[bucket] = view, batch
         return view, batch
 
@@ -97,6 +101,8 @@ class StepGraphs:
 
         def work() -> None:
             runner.buffers.prepare(view, one_token=bucket.one_token)
+            if bucket.adapted and runner.adapters is not None:
+                runner.adapters.begin(runner.buffers.table, view.tensors)
             runner.model(batch, runner.cache)
             self._commit_greedy(view, batch)
 
