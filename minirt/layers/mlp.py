@@ -73,11 +73,12 @@ def eager(layer: MLP) -> Forward:
 
 def triton_add(layer: "MLP | Attention", x: Tensor, y: Tensor) -> Tensor:
     """x + residual_multiplier · post_norm(y) where the product y does not add to x itself. It writes to y."""
+    from minirt.kernels.linear.dispatch import triggers_early
     from minirt.kernels.norm import norm_residual, rms_norm
 
     post_norm, eps, pdl = layer.post_norm, layer.post_norm_eps, layer.context.pdl
     if post_norm is not None and layer.residual_multiplier == 1:
-        return norm_residual(y, post_norm.weight, eps, x, out=y, pdl=pdl, check=False)
+        return norm_residual(y, post_norm.weight, eps, x, out=y, early=triggers_early(x), pdl=pdl, check=False)
     y = y if post_norm is None else rms_norm(y, post_norm.weight, eps, out=y, pdl=pdl, check=False)
     return torch.add(x, y, alpha=layer.residual_multiplier, out=y)
 
