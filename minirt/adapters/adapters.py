@@ -24,7 +24,7 @@ from minirt.modeling.model import Model
 from minirt.modeling.parameters import PackedLinear
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)  # without a `__dict__`: no guard of CUDA graphs looks at its tensors, which are on the host
 class Known:
     """An adapter that requests may use. `salt`: of keys of the prefix cache; no other adapter has it, and no caller knows it."""
 

@@ -171,17 +171,17 @@ class LoadOptions(Settings):
         option_help="Compute every prompt completely, even if the KV cache holds its beginning from an earlier request.")
     loras: "str | Sequence[str] | Mapping[str, str | Path]" = setting(
         "A LoRA adapter that requests may ask for by its name, a folder in PEFT's format.", (), option="--lora", kind="several",
-        metavar="NAME=FOLDER", scope="load", group="Model", elsewhere={"vLLM": "lora_modules"},
+        metavar="NAME=FOLDER", scope="memory", group="Model", elsewhere={"vLLM": "lora_modules"},
         details='In Python, a mapping {"name": folder}. With `merge_lora`, one folder without a name.',
         option_help="A LoRA adapter that requests may ask for by its name, a folder in PEFT's format; with --merge, a folder.")
     merge_lora: bool = setting(
         "Add the adapter to the weights while they are loaded, before they are quantized.", False, option="--merge",
-        scope="load", group="Model")
+        scope="memory", group="Model")
     max_loras: int = setting(
         "Adapters on the device at once; all others are on the host, and requests wait for a place.", 8, check=_COUNT,
-        scope="load", group="Model")
+        scope="memory", group="Model")
     max_lora_rank: int | None = setting(
-        "Largest rank of adapters that are loaded later, of any linear layer.", check=Integer(1, 256), scope="load",
+        "Largest rank of adapters that are loaded later, of any linear layer.", check=Integer(1, 256), scope="memory",
         group="Model", details="None: there is room for linears and ranks of `loras` alone.",
         option_help="Largest rank of adapters that are loaded later, of any linear layer. Default: room for --lora alone.")
     speculative: "SpeculativeOptions | Proposer | None" = setting(

@@ -9,7 +9,7 @@ import transformers
 from support import hybrids
 from support.adapters import ALL, Applied, greedy, logits, write_adapter
 
-from minirt import Generator, SamplingParams
+from minirt import Generator, SamplingParams, models
 from minirt.errors import InputError, MinirtError
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
@@ -181,3 +181,21 @@ def test_the_reference_itself(hf_folder, tmp_path):
     with Applied(model, folders["a0"]):
         assert (logits(model, None, [1, 2, 3]) - before).abs().max() > 0.1
     assert torch.equal(logits(model, None, [1, 2, 3]), before)
+
+
+def test_drafts_change_no_token(tmp_path):
+    """Catches a step that verifies drafts without the adapter, and drafts by a model that has one."""
+    folder = models.embedded()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    folders = {f"a{i}": write_adapter(tmp_path / f"a{i}", model, 4, i, size=0.3) for i in range(2)}
+    texts, params = ["Once upon a time", "One day, a cat"], [replace(GREEDY, max_tokens=24, lora=name) for name in folders]
+    options = {"loras": folders, "dtype": "float32", "device": "cpu"}
+    with Generator.from_pretrained(folder, **options) as generator:
+        plain = [one.token_ids for one in generator.generate(texts, params)]
+        without = [one.token_ids for one in generator.generate(texts, replace(GREEDY, max_tokens=24))]
+    assert plain != without
+    for method in ("ngram:3", "mtp:2"):
+        with Generator.from_pretrained(folder, speculative=method, **options) as generator:
+            results = generator.generate(texts, params)
+            assert [one.token_ids for one in results] == plain
+            assert sum(one.num_draft_tokens for one in results) > 0

@@ -127,7 +127,7 @@ class Runner:
             model.reserve_splits(max_splits(batch_bucket(seqs), limits.max_model_len, cache.capacity))
             if cuda_graphs:
                 flops = [layer.flops(1) for layer in model.layers if layer.residual]
-                buckets = Buckets(limits, max_prompt_tokens(sum(flops) / max(1, len(flops))))
+                buckets = Buckets(limits, max_prompt_tokens(sum(flops) / max(1, len(flops))), model.adapters is not None)
                 seqs, rows = buckets.max_seqs, buckets.max_logits
                 tokens, draws = max(tokens, buckets.max_tokens, rows), max(draws, rows)
                 tiles = max(model.row_maxima_tiles(n + 1) for n in range(rows))
@@ -228,8 +228,11 @@ class Runner:
             batch = replace(batch, adapters=self.adapters.begin(self.buffers.table, step))
         return view, self.with_buffers(batch, logits, hooked=plan.hooks is not None)
 
-    def with_buffers(self, batch: Batch, logits: int, *, hooked: bool = False) -> Batch:
-        """The batch, with what its layers write to beside their results. `hooked`: a request asks for what hooks do."""
+    def with_buffers(self, batch: Batch, logits: int, *, hooked: bool = False, adapted: bool = False) -> Batch:
+        """The batch, with what its layers write to beside their results. `hooked`: a request asks for what hooks do. `adapted`:
+        it has adapters, whose rows are in static buffers."""
+        if adapted and self.adapters is not None:
+            batch = replace(batch, adapters=self.adapters.of(batch.num_tokens, logits))
         if hooked:
             batch = replace(batch, hooks=self.hooks)
         if self._taps is not None:
