@@ -17,6 +17,7 @@ from torch import Tensor
 
 from minirt.adapters.files import Adapter, Linear, read_adapter, shapes_of
 from minirt.adapters.rows import LinearAdapters
+from minirt.device import is_gpu
 from minirt.errors import InputError, UnsupportedError
 from minirt.kernels.adapters.operands import AdapterWeights, tiles_of
 from minirt.layers.base import BUILT_IN
@@ -89,7 +90,7 @@ class Adapters:
         implementations = {layer.name: layer.implementation for layer in model.layers}
         self._ranks = torch.zeros(places, self._count, dtype=torch.int32, device=device)
         self._scales = torch.zeros(places, self._count, dtype=torch.float32, device=device)
-        pdl = model.layers[0].context.pdl if device.type == "cuda" else False
+        pdl = is_gpu(device) and model.layers[0].context.pdl
         for linear, selected, layer, first in self._linears:
             if implementations[layer] not in BUILT_IN:
                 what, hint = f"implementation {implementations[layer]!r} applies no adapters", "use --merge, or another --impl"
@@ -128,8 +129,8 @@ class Adapters:
         self.known[name] = Known(name, kept, f"lora {secrets.token_hex(16)}")
 
     def _on_host(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.to(self._model.dtype)
-        return tensor.pin_memory() if self._model.device.type == "cuda" else tensor
+        tensor, device = tensor.to(self._model.dtype), self._model.device
+        return tensor.pin_memory() if isinstance(device, torch.device) and device.type == "cuda" else tensor
 
     def remove(self, name: str) -> None:
         """Requests may not name it any more. Those that do already go on.

@@ -48,7 +48,8 @@ def test_a_batch_of_five_adapters_and_none(hf_folder, tmp_path, family, impl):
     targets = tuple(t for t in (*ALL, *further) if family != "Qwen2Moe" or t in ("q_proj", "k_proj", "v_proj", "o_proj"))
     model, folders = adapters(folder, tmp_path, targets, dtype=dtype)
     names = [None, *folders]
-    with Generator.from_pretrained(folder, loras=folders, dtype="float32", device="cpu", impl=impl) as generator:
+    device = "cuda" if impl == "triton" and torch.cuda.is_available() else "cpu"
+    with Generator.from_pretrained(folder, loras=folders, dtype="float32", device=device, impl=impl) as generator:
         params = [replace(GREEDY, lora=name, logprobs=0) for name in names]
         results = generator.generate(prompts(6), params)
         for prompt, name, result in zip(prompts(6), names, results, strict=True):
