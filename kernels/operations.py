@@ -220,7 +220,8 @@ OPERATIONS = {
         Operation(
             "adapters.add:add_adapters", what="LoRA adapters of a linear layer, by row: B · A · x, added to its output",
             arguments="x: [T, K] activations rows apart, weights.a: [S, P, R, K] of x, weights.b: [S, N, R] of x, "
-            "weights.scales: [S, P] fp32 rows apart, weights.ranks: [S, P] int32 rows apart, groups.order: [T] int32, "
+            "weights.scales: [S, P] fp32 rows apart, weights.ranks: [S, P] int32 rows apart, weights.modules: [N] int32, "
+            "groups.order: [T] int32, "
             "out!: [T, N] of x rows apart, norm_weight?: [K: norm] of x = None",
             no_op="it takes minirt's table of adapters",
         ),

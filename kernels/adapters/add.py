@@ -17,6 +17,7 @@ from minirt.kernels.adapters.operands import AdapterWeights, Groups
 from minirt.kernels.checks import check_arguments
 from minirt.kernels.launch import cdiv, launch_options
 from minirt.kernels.linear.epilogue import activate
+from minirt.kernels.linear.product import Expansion
 from minirt.kernels.pdl import wait_for_input
 from minirt.kernels.prepared import compile_time, prepared
 
@@ -187,21 +188,36 @@ def add_adapters(
     if check:
         fields = {f"weights.{name}": tensor for name, tensor in weights._asdict().items()} | {"groups.order": groups.order}
         check_arguments("add_adapters", x=x, out=out, norm_weight=norm_weight, **fields)
-    (T, K), N = x.shape, out.shape[1]
+    T, N = len(x), out.shape[1]
     result = out if activation is None else out.new_empty(T, N // 2)
-    if not T:
-        return result
-    _, P, R, _ = weights.a.shape
-    C, options = _constants(P, R, K, groups.block, x.element_size(), activation), launch_options(4, 1, pdl)
-    parts, tiles = C.PARTS, len(groups.tiles)
-    y = torch.empty(parts, T, P, R, dtype=torch.float32, device=x.device)
-    squares = None if norm_weight is None else torch.empty(parts, T, P, dtype=torch.float32, device=x.device)
-    stride = weights.ranks.stride(0)
-    _shrink_kernel[(tiles, P * (R // C.BLOCK_R), parts)](
-        x, norm_weight, weights, groups.order, groups.tiles, y, squares, K, T, x.stride(0), stride, C, **options
-    )
-    _expand_kernel[(tiles, len(weights.tiles) // (1 if activation is None else 2))](
-        weights, groups.order, groups.tiles, y, squares, out, result, N, K, T, out.stride(0), stride, eps, C,
-        **options,
-    )  # fmt: skip
+    if T:
+        C, y, squares = _shrink(x, weights, groups, norm_weight, activation, pdl)
+        grid = len(groups.tiles), len(weights.tiles) // (1 if activation is None else 2)
+        _expand_kernel[grid](
+            weights, groups.order, groups.tiles, y, squares, out, result, N, x.shape[1], T, out.stride(0),
+            weights.ranks.stride(0), eps, C, **launch_options(4, 1, pdl),
+        )  # fmt: skip
     return result
+
+
+def expansion(
+    x: Tensor, weights: AdapterWeights, groups: Groups, norm_weight: Tensor | None = None, *, pdl: bool = False
+) -> Expansion:
+    """The first half of `add_adapters` for one token; the product of the linear does the rest. Unchecked."""
+    y = _shrink(x, weights, groups, norm_weight, None, pdl)[1]
+    b, scales, ranks, stride = weights.b, weights.scales, weights.ranks, weights.ranks.stride(0)
+    return Expansion(b, y, scales, ranks, weights.modules, groups.tiles, stride)
+
+
+def _shrink(
+    x: Tensor, weights: AdapterWeights, groups: Groups, norm_weight: Tensor | None, activation: str | None, pdl: bool
+) -> tuple[_Constants, Tensor, Tensor | None]:
+    (T, K), (_, P, R, _) = x.shape, weights.a.shape
+    C = _constants(P, R, K, groups.block, x.element_size(), activation)
+    y = torch.empty(C.PARTS, T, P, R, dtype=torch.float32, device=x.device)
+    squares = None if norm_weight is None else torch.empty(C.PARTS, T, P, dtype=torch.float32, device=x.device)
+    _shrink_kernel[(len(groups.tiles), P * (R // C.BLOCK_R), C.PARTS)](
+        x, norm_weight, weights, groups.order, groups.tiles, y, squares, K, T, x.stride(0), weights.ranks.stride(0), C,
+        **launch_options(4, 1, pdl),
+    )  # fmt: skip
+    return C, y, squares

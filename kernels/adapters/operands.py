@@ -14,6 +14,7 @@ class AdapterWeights(NamedTuple):
     Args:
         a: [S, P, R, K], b: [S, N, R]. What is beyond an adapter's rank has any values.
         scales: [S, P] fp32, ranks: [S, P] int32, with any row stride. Rank 0: the adapter does not change the module.
+        modules: [N] int32, of each row of B.
         tiles: [n, 4] int32, the rows of B by tiles of one module: first row, end, module, and the last module. With an
             activation, the first half are the rows of gate, and the last module is that of up.
     """
@@ -22,6 +23,7 @@ class AdapterWeights(NamedTuple):
     b: Tensor
     scales: Tensor
     ranks: Tensor
+    modules: Tensor
     tiles: Tensor
 
 

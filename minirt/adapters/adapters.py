@@ -99,11 +99,12 @@ class Adapters:
             for part in linear.parts:
                 parts.append((rows, rows + part.rows, modules.index(part.name)))
                 rows += part.rows
+            of_rows = [module for start, end, module in parts for _ in range(start, end)]
             columns = slice(first, first + len(modules))
             weights = AdapterWeights(
                 torch.zeros(places, len(modules), rank, linear.in_features, dtype=dtype, device=device),
                 torch.zeros(places, linear.out_features, rank, dtype=dtype, device=device),
-                self._scales[:, columns], self._ranks[:, columns],
+                self._scales[:, columns], self._ranks[:, columns], torch.tensor(of_rows, dtype=torch.int32, device=device),
                 torch.tensor(tiles_of(parts), dtype=torch.int32, device=device),
             )  # fmt: skip
             linear.adapters = LinearAdapters(weights, selected, implementations[layer] == "triton", pdl)

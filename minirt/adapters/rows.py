@@ -1,6 +1,6 @@
 """`StepAdapters`: the rows of a step by adapter, and what layers add for them."""
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +10,9 @@ from minirt.kernels.adapters import reference
 from minirt.kernels.adapters.operands import AdapterWeights, Groups, most_tiles, tile_rows
 from minirt.kernels.step.table import ADAPTER, StepTensors
 from minirt.modeling.parameters import PackedLinear
+
+if TYPE_CHECKING:
+    from minirt.kernels.linear.product import Expansion
 
 
 class LinearAdapters(NamedTuple):
@@ -48,6 +51,17 @@ class BatchAdapters(NamedTuple):
         from minirt.kernels.adapters.add import add_adapters
 
         return add_adapters(x, adapters.weights, groups, out, norm, eps, activation, pdl=adapters.pdl, check=False)
+
+
+    def before(self, linear: PackedLinear, x: Tensor, norm: Tensor | None = None) -> "Expansion | None":
+        """What the product of one token adds itself; None: `add` comes after it."""
+        adapters: LinearAdapters | None = linear.adapters
+        if adapters is None or not adapters.triton or len(x) != 1 or linear.format is not None:
+            return None
+        from minirt.kernels.adapters.add import expansion
+
+        groups = self.rows if adapters.selected else self.tokens
+        return expansion(x, adapters.weights, groups, norm, pdl=adapters.pdl)
 
 
 class StepAdapters:

@@ -97,10 +97,11 @@ def triton(layer: MLP) -> Forward:
 
     def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
         weight = norm.weight if norm else None
-        if batch.adapters is None or gate_up.adapters is None:
+        adapter = None if batch.adapters is None else batch.adapters.before(gate_up, x, weight)
+        if batch.adapters is None or gate_up.adapters is None or adapter is not None:
             h = norm_gate_up(
                 x, weight, eps, gate_up.weight, activation, bias=gate_up.bias, scale=gate_up.scale, workspace=workspace,
-                pdl=pdl, check=False,
+                adapter=adapter, pdl=pdl, check=False,
             )  # fmt: skip
         else:
             both = norm_linear(
@@ -109,9 +110,12 @@ def triton(layer: MLP) -> Forward:
             h = batch.adapters.add(gate_up, both, x, weight, eps, activation)
         h = layer.hooked(h, batch)
         if residual_product:
-            if batch.adapters is not None:
+            adapter = None if batch.adapters is None else batch.adapters.before(down, h)
+            if batch.adapters is not None and adapter is None:
                 batch.adapters.add(down, x, h)
-            return linear_residual(h, down.weight, x, down.bias, scale=down.scale, workspace=workspace, pdl=pdl, check=False)
+            return linear_residual(
+                h, down.weight, x, down.bias, scale=down.scale, workspace=workspace, adapter=adapter, pdl=pdl, check=False
+            )
         y = norm_linear(h, None, 0.0, down.weight, down.bias, scale=down.scale, workspace=workspace, pdl=pdl, check=False)
         if batch.adapters is not None:
             batch.adapters.add(down, y, h)

@@ -27,7 +27,8 @@ def weights_of(parts, K, dtype, device, R=64):
     scales, stored = both[0, :, :P].to(device), both[1].int().to(device)[:, :P]
     stored.copy_(ranks)
     tiles = torch.tensor(tiles_of(parts), dtype=torch.int32).to(device)
-    return AdapterWeights(a.to(device, dtype), b.to(device, dtype), scales, stored, tiles)
+    modules = torch.tensor([module for start, end, module in parts for _ in range(start, end)], dtype=torch.int32).to(device)
+    return AdapterWeights(a.to(device, dtype), b.to(device, dtype), scales, stored, modules, tiles)
 
 
 def truth(x, w, adapters, base, norm, eps, activation, parts):
@@ -120,3 +121,29 @@ def test_the_adapter_of_each_token():
     out = torch.full((312,), -9, dtype=torch.int32, device=device)
     kernels.adapters_of(table.to(device), 4, slots.to(device), starts.to(device), out)
     assert out.tolist() == wanted
+
+
+@pytest.mark.parametrize("adapter", [2, 1, -1])
+@pytest.mark.parametrize(("K", "parts", "activation"), [(576, QKV, None), (1100, GATED, "silu"), (97, [(0, 40, 0)], None)])
+def test_one_token_in_its_product(K, parts, activation, adapter):
+    """Catches rows of B of another module, a sum that the root mean square divides twice or not at all, one that enters after the
+    activation, and a token without an adapter that gets one."""
+    from minirt.kernels.linear.dispatch import linear_residual, norm_gate_up, norm_linear
+
+    device, random = "cuda" if torch.cuda.is_available() else "cpu", torch.Generator().manual_seed(K)
+    w, N = weights_of(parts, K, torch.float32, device), parts[-1][1]
+    x, weight = torch.randn(1, K, generator=random).to(device), (torch.randn(N, K, generator=random) / K**0.5).to(device)
+    norm = (torch.rand(K, generator=random) + 0.5).to(device) if K != 97 else None
+    groups = grouped(torch.tensor([adapter], dtype=torch.int32, device=device), len(RANKS))
+    expansion = triton_kernels.expansion(x, w, groups, norm)
+    h = x.double() if norm is None else x.double() / (x.double().square().mean() + 1e-5).sqrt() * norm.double()
+    base, adapters = h @ weight.double().T, torch.tensor([adapter])
+    if norm is None:
+        residual = torch.randn(1, N, generator=random).to(device)
+        ours, base = linear_residual(x, weight, residual, adapter=expansion), base + residual.double()
+    elif activation is None:
+        ours = norm_linear(x, norm, 1e-5, weight, adapter=expansion)
+    else:
+        ours = norm_gate_up(x, norm, 1e-5, weight, activation, adapter=expansion)
+    wanted = truth(x, w, adapters, base, norm, 1e-5, activation, parts)
+    assert bounds.errors(ours, wanted).relative < 1e-5

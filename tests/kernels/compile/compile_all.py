@@ -509,9 +509,16 @@ def all_adapters(calls: Calls) -> None:
             P, R = len(parts), 64
             factors = empty(places, P, like=torch.float32), ints(places, P)
             tiles = torch.tensor(tiles_of(parts), dtype=torch.int32)
-            weights = AdapterWeights(empty(places, P, R, K), empty(places, N, R), *factors, tiles)
+            weights = AdapterWeights(empty(places, P, R, K), empty(places, N, R), *factors, ints(N), tiles)
             norm, activation = (empty(K), "silu") if P == 2 else (None, None)
             add.add_adapters(empty(T, K), weights, groups, empty(T, N), norm, 1e-6, activation, pdl=calls.pdl)
+            if T == 1:
+                x, given = empty(1, K), {"workspace": calls.workspace, "pdl": calls.pdl}
+                given["adapter"] = add.expansion(x, weights, groups, norm, pdl=calls.pdl)
+                if activation is None:
+                    linear.linear_residual(x, empty(N, K), empty(1, N), **given)
+                else:
+                    linear.norm_gate_up(x, norm, 1e-6, empty(N, K), activation, **given)
         table_of_adapters.group_rows(ints(T), places, groups)
         table_of_adapters.group_rows(ints(T), places, groups, ints(T, like=torch.int64))
     table_of_adapters.adapters_of(ints(9, 64), 4, ints(5), ints(6), ints(300))
