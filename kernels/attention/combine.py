@@ -31,13 +31,25 @@ def merge(results, first, step, count, head, C):
         s = begin + tl.arange(0, BLOCK_S)
         at = (first + s * step).to(tl.int64) * (C.NQ * C.QUERIES) + head
         row_stats = tl.load(results.row_stats + 2 * at, mask=s < count, other=float("-inf"))
-        totals = tl.load(results.row_stats + 2 * at + 1, mask=s < count, other=0.0)
-        sums = tl.load(results.sums + at[:, None] * C.D + d, mask=existing((s < count)[:, None], d, C.D), other=0.0)
         new_row_max = tl.maximum(row_max, tl.max(row_stats, 0))
         rescale = tl.exp2(row_max - new_row_max)
-        weights = tl.exp2(row_stats - new_row_max)
-        total = total * rescale + tl.sum(weights * totals, 0)
-        acc = acc * rescale[:, None] + tl.sum(weights[:, None] * sums, 0)[None, :]
+        if C.INVARIANT:  # as `add_split` does
+            total *= rescale
+            acc *= rescale[:, None]
+            for i in tl.static_range(BLOCK_S):
+                one = begin + i + tl.zeros((1,), tl.int32)
+                part = (first + one * step).to(tl.int64) * (C.NQ * C.QUERIES) + head
+                weight = tl.exp2(tl.load(results.row_stats + 2 * part, mask=one < count, other=float("-inf")) - new_row_max)
+                total += weight * tl.load(results.row_stats + 2 * part + 1, mask=one < count, other=0.0)
+                stored = existing((one < count)[:, None], d, C.D)
+                sums = tl.load(results.sums + part[:, None] * C.D + d, mask=stored, other=0.0)
+                acc += weight[:, None] * sums
+        else:
+            totals = tl.load(results.row_stats + 2 * at + 1, mask=s < count, other=0.0)
+            sums = tl.load(results.sums + at[:, None] * C.D + d, mask=existing((s < count)[:, None], d, C.D), other=0.0)
+            weights = tl.exp2(row_stats - new_row_max)
+            total = total * rescale + tl.sum(weights * totals, 0)
+            acc = acc * rescale[:, None] + tl.sum(weights[:, None] * sums, 0)[None, :]
         row_max = new_row_max
     return acc, total
 

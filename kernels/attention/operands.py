@@ -193,6 +193,12 @@ class AttentionInput(NamedTuple):
     side: SideStream | None = None
 
     @property
+    def invariant(self) -> bool:
+        """Whether a token's result must not depend on how many tokens are computed at once. All kernels then take the tokens of a
+        KV split in blocks of `online_softmax.block_n`, and add the splits in their order."""
+        return self.workspace is not None and self.workspace.invariant
+
+    @property
     def num_seqs(self) -> int:
         return self.sequences.seq_lens.shape[0]
 

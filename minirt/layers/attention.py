@@ -150,7 +150,7 @@ def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
     return triton_unsupported(layer, device)
 
 
-@register("attention", "triton", unsupported=_triton_unsupported, capturable=True)
+@register("attention", "triton", unsupported=_triton_unsupported, capturable=True, batch_invariant=True)
 def triton(layer: Attention) -> Forward:
     """Kernels: norm + QKV (and gate) + bias; QK-norm, RoPE, KV write, attention and gating (`attention`); O + residual.
 

@@ -375,7 +375,7 @@ def load(
     read_tensors([entries[name] for name in biases], _check_zero)
     read_tensors(tied, lambda entry, tensor: _check_tied(model, entry, tensor))
     if on_gpu:
-        torch.cuda.synchronize(model.device)
+        torch.cuda.current_stream(model.device).synchronize()
     return total, unused
 
 

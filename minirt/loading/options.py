@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minirt.errors import ConfigError, InputError, MinirtError, inside, quoted
+from minirt.errors import ConfigError, InputError, MinirtError, UnsupportedError, inside, quoted
 from minirt.sampling_params import OF_SAMPLING
 from minirt.settings import Integer, Number, Settings, one_of, setting, settings_of, texts
 from minirt.sizes import parse_size
@@ -147,6 +147,11 @@ class LoadOptions(Settings):
         "Memory for states of recurrent layers (Qwen3.5, 3.6, 3.8) that the prefix cache keeps; 0: no prefix cache. Default: a "
         "quarter of the memory for them and KV pages, at most four states for each sequence.", kind="size", check=_size(0),
         scope="memory", engine=True, details="Never more than `kv_cache_memory` leaves.")
+    batch_invariant: bool = setting(
+        "A request's tokens and log-probabilities do not depend on other requests, chunks, cached prefixes or drafts, to the "
+        "last bit.", False, scope="model",
+        details="On a GPU, for models of attention and MLP layers in 16 or 32 bits, or in FP8. Others are refused. Steps take "
+        "about a tenth longer.", elsewhere={"vLLM": "VLLM_BATCH_INVARIANT", "SGLang": "enable_deterministic_inference"})
     max_step_ms: float = setting(
         "On a GPU: milliseconds that a step may spend on prompts while other requests decode; 0: no limit.", 60.0,
         check=Number(0, text="milliseconds, or 0 for any time"), scope="load", engine=True,
@@ -206,6 +211,9 @@ class LoadOptions(Settings):
         if self.merge_lora and (len(self.loras) != 1 or self.random_weights or self.max_lora_rank is not None):
             expected = "one --lora FOLDER, without --random-weights and --max-lora-rank"
             raise ConfigError("an adapter is merged into the weights of a checkpoint", where="--merge", expected=expected)
+        if self.batch_invariant and not self.merge_lora and (self.loras or self.max_lora_rank is not None):
+            what, hint = "adapters per request depend on other requests in their last bits", "use --merge"
+            raise UnsupportedError(what, where="--batch-invariant", expected="no --lora beside it", found="--lora", hint=hint)
         if self.state_cache_memory and not self.prefix_cache:
             what, expected = "there is no prefix cache to keep states for", "none with --no-prefix-cache"
             raise ConfigError(what, where="--state-cache-memory", expected=expected, found=self.state_cache_memory)

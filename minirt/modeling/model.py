@@ -12,7 +12,7 @@ from torch import Tensor
 from minirt.device import AbsentGPU, is_gpu, on_device
 from minirt.errors import ConfigError, UnsupportedError
 from minirt.layers import Layer, LayerContext, Select, implementation
-from minirt.layers.base import BUILT_IN, has_implementation
+from minirt.layers.base import BUILT_IN, Implementation, has_implementation
 from minirt.modeling.config import ModelConfig, RopeConfig
 from minirt.modeling.formats import FormatChoice
 from minirt.modeling.parameters import Parameter
@@ -58,6 +58,7 @@ class Model:
                 key = name, parameter.format, parameter.compile_key()  # some rows of a weight are another parameter
                 layer.share(seen.setdefault(key, parameter), parameter)
         self.device, self.dtype, self.kv_dtype, self.max_model_len = torch.device("meta"), torch.float32, torch.float32, 0
+        self.batch_invariant = False
         self.plan = Plan((), "meta", "the layers have no implementation yet")
 
     def unique_layers(self) -> Iterator[Layer]:
@@ -131,6 +132,7 @@ class Model:
         for parameter in self.parameters():
             parameter.allocate(device, dtype)
         shared = LayerContext(max_model_len, device, self.kv_dtype, dtype)
+        shared.invariant = self.batch_invariant
         for layer in self.unique_layers():
             layer.context = shared
         for rope, rotary_dim in self.ropes:
@@ -187,6 +189,8 @@ class Model:
         reason = chosen.unsupported(layer, self.device)
         if reason is not None:
             raise UnsupportedError(f"{wanted} cannot run {layer.name}: {reason}", where=why)
+        if self.batch_invariant:
+            _check_invariance(layer, chosen)
         if not isinstance(self.device, AbsentGPU):  # there, Triton would be imported for nothing, and need not be installed
             layer.bind(chosen)
         return wanted, why
@@ -238,6 +242,16 @@ class Model:
             if batch.logits is not None and x.data_ptr() != batch.logits.data_ptr():  # the head did not write to `logits`
                 x = batch.logits.copy_(x)
         return x
+
+
+def _check_invariance(layer: Layer, chosen: Implementation) -> None:
+    """Refuse a layer whose results may depend on what else a step computes."""
+    other = next((p.format for p in layer.parameters() if p.format is not None and not p.format.batch_invariant), None)
+    if chosen.batch_invariant and other is None:
+        return
+    what = f"implementation {chosen.name!r} of a layer of kind {layer.kind!r}" if other is None else f"weights in {other.name}"
+    expected = "layers and formats that declare one order of sums for any number of tokens"
+    raise UnsupportedError(f"{layer.name}: {what} cannot be batch-invariant", where="--batch-invariant", expected=expected)
 
 
 def in_order(config: ModelConfig, layers: Iterable[Layer]) -> list[Layer]:

@@ -153,6 +153,8 @@ def test_what_is_refused(hf_folder, tmp_path):
     folder = hf_folder("Llama", seed=3)
     model, _ = adapters(folder, tmp_path, ranks=())
     some = {"a": write_adapter(tmp_path / "a", model, 4, 0, ("q_proj",))}
+    with pytest.raises(MinirtError, match="depend on other requests"):
+        Generator.from_pretrained(folder, loras=some, batch_invariant=True)
     with Generator.from_pretrained(folder, dtype="float32", device="cpu") as generator:
         with pytest.raises(InputError, match="the model was loaded without adapters"):
             generator.generate([1, 2], lora="a")

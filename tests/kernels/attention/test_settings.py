@@ -172,6 +172,15 @@ def test_a_step_of_few_tokens(setting, make, cache, nan, agrees, device):
     check(setting, "few", problem(setting, "few", torch.float16 if fp8 else torch.float32, fp8, make, cache, nan, device), agrees)
 
 
+@pytest.mark.parametrize("step", ["decode", "few", "mixed"])
+@pytest.mark.parametrize(("setting", "fp8"), [(SETTINGS[0], False), (SETTINGS[4], True), (SETTINGS[6], False)])
+def test_an_invariant_step(setting, fp8, step, make, cache, nan, agrees, device):
+    """Also catches a total that is not that of all tokens, and splits that are rescaled by another row's maximum."""
+    a = problem(setting, step, torch.float16, fp8, make, cache, nan, device)
+    a.workspace.invariant = True
+    check(setting, step, a, agrees)
+
+
 def test_padding_alone(dtype, make, cache, nan, device):
     """Catches a gate of NaN on the zeros of padding, and a launch that needs partial results where there can be none."""
     setting = SETTINGS[2]
