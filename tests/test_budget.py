@@ -14,30 +14,31 @@ lines = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(lines)
 
 # What one reads to know how a token is made: the rooms of `lines.CORE` together.
-CORE = 10_985  # windows and eight families; seams of hooks; MXFP4; batch invariance; windows and seven families
+CORE = 11_186  # batch invariance; windows and seven families; seams of hooks and of adapters; windows and eight families
 BUDGET = {
-    "minirt": 2_060,  # `Generator.profile`, functions by name
-    "minirt/engine": 3_378,  # captures without garbage collection; cache groups: pages of layers with windows, freed behind them
-    "minirt/step": 447,  # page tables by cache group
-    "minirt/layers": 834,  # windows, factors, QK-norms and norms of the families below; sinks, biases of experts
-    "minirt/modeling": 1_634,  # windows by layer, and eight families' settings; MXFP4
-    "minirt/loading": 1_614,  # the memory of windows; experts in MXFP4
+    "minirt": 2_092,  # `Generator.profile`, functions by name; adapters per request
+    "minirt/engine": 3_432,  # captures without garbage collection; cache groups by window; adapters: places, steps
+    "minirt/step": 449,  # page tables by cache group
+    "minirt/layers": 880,  # windows, factors, QK-norms and norms of the families below; adapters of linears
+    "minirt/modeling": 1_637,  # windows by layer, and seven families' settings; windows by layer, and eight families' settings
+    "minirt/loading": 1_678,  # the memory of windows; adapters: options, memory; experts in MXFP4
     "minirt/speculative": 296,
-    "models": 722,  # Granite, Phi, Seed-OSS, Hunyuan, OLMo 3, EXAONE 4, Muse-Glimmer, gpt-oss
-    "models/recipe": 731,
-    "kernels": 12_957,  # windows in every attention kernel; sinks, the decoder of MXFP4, biases of experts
+    "models": 722,  # Granite, Phi, Seed-OSS, Hunyuan, OLMo 3, EXAONE 4, Muse-Glimmer
+    "models/recipe": 816,  # an adapter's training
+    "kernels": 13_322,  # one order of sums for any batch; windows in every attention kernel; launchers by thread; adapters by row
     "minirt/hooks": 375,  # hidden states and logits, edits, logits processors
     "minirt/profiling": 249,  # of `bench`: `Generator.profile`; bytes of windows
-    "minirt/precompile": 39,  # `minirt compile`
-    "minirt/server": 2_815,  # `/ready`; `reasoning_strength`
+    "minirt/precompile": 41,  # `minirt compile`
+    "minirt/server": 2_919,  # `/ready`; `reasoning_strength`; adapters: names, loading them
     "minirt/text": 2_708,  # addressed messages and calls of Muse-Glimmer; harmony
     "minirt/structured": 1_200,  # grammars after the header of a message
     "minirt/cli": 2_816,  # `minirt profile`; presets with one release
     "minirt/nn": 367,
     "minirt/patching": 629,
     "bench": 6_157,
-    "examples": 241,  # logit lens, linear probe, steering vector, a profile, a bad layer
-    "tests": 40_514,  # MXFP4 and gpt-oss; windows against transformers, seven families; addressed messages
+    "examples": 249,  # logit lens, linear probe, steering vector, a profile, a bad layer
+    "tests": 41_171,  # windows against transformers, seven families; addressed messages; adapters; MXFP4 and gpt-oss
+    "minirt/adapters": 440,  # LoRA: files, merging, places on the device, rows
 }
 
 
