@@ -18,6 +18,7 @@ from minirt.kernels.attention.online_softmax import (
     attend,
     blank,
     block_n,
+    close,
     existing,
     fuses,
     gate_output,
@@ -267,7 +268,7 @@ def _decode_kernel(heads, rope, pages, sequences, results, scores, B, table_widt
         total = total_of(total)
         if length <= first_end:
             inside = existing(stored[:, None], d, C.D)
-            out = whole(acc) / tl.where(stored, total, 1.0)[:, None]
+            out = whole(acc) / tl.where(stored, close(total, row_max, results, head, True), 1.0)[:, None]
             out = gate_output(out, results, token, head[:, None], d, inside).to(results.out.dtype.element_ty)
             tl.store(results.out + ((token * C.NQ + head) * C.D)[:, None] + d, out, mask=inside)
         else:

@@ -20,6 +20,7 @@ from minirt.kernels.attention.online_softmax import (
     attend,
     blank,
     block_n,
+    close,
     existing,
     fuses,
     gate_output,
@@ -92,7 +93,7 @@ def _decode_few_kernel(q_ptr, pages, sequences, results, scores, B, table_width,
             )  # fmt: skip
         total = total_of(total)
         if length <= first_end:
-            out = whole(acc) / tl.where(inside, total, 1.0)[:, None]
+            out = whole(acc) / tl.where(inside, close(total, row_max, results, head, True), 1.0)[:, None]
             out = gate_output(out, results, (start + query).to(tl.int64)[:, None], head[:, None], d, stored)
             tl.store(results.out + first_value + at, out.to(results.out.dtype.element_ty), mask=stored)
         else:

@@ -69,6 +69,19 @@ def gate_output(out, results, token, head, d, inside):
 
 
 @triton.jit
+def close(total, row_max, results, head, inside):
+    """The denominator of a finished softmax: `total` and, if heads have a sink, its term, which carries no value.
+
+    Added once, when no further token follows: by the kernel that divides. head: of each row; `inside`: the mask, or True.
+    """
+    if results.sinks is None:
+        return total
+    else:
+        sink = tl.load(results.sinks + head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634  # in base 2
+        return total + tl.exp2(sink - row_max)
+
+
+@triton.jit
 def score(products, factor, scores):
     """The scores of products of queries and keys, and the factor, positive, by which the caller multiplies them.
 

@@ -17,6 +17,7 @@ from minirt.kernels.attention.online_softmax import (
     attend_context,
     blank,
     block_n,
+    close,
     existing,
     fuses,
     gate_output,
@@ -103,13 +104,14 @@ def _prefill_kernel(q_ptr, pages, sequences, results, scores, B, table_width, C)
                 unmasked = tl.maximum(tl.minimum(seen_by_all, end), begin)
                 part = attend_context(q, pages, table_ptr, kv_head, begin, unmasked, end, limit, row_limit, scores, C)
                 state = add_split(state, part)
-            _, total, acc = state
+            row_max, total, acc = state
         else:
-            _, total, acc = attend_context(
+            row_max, total, acc = attend_context(
                 q, pages, table_ptr, kv_head, 0, seen_by_all, seen_by_any, limit, row_limit, scores, C
             )
         total = total_of(total)
         stored = existing(valid[:, None], d, C.D)
+        total = close(total, row_max, results, head, True)
         acc = gate_output(whole(acc) / total[:, None], results, token[:, None], head[:, None], d, stored)
         tl.store(results.out + at, acc.to(results.out.dtype.element_ty), mask=stored)
 

@@ -69,6 +69,7 @@ class Epilogue(NamedTuple):
         residual: [T, N], is added.
         multiplier: of logits. softcap: logits become softcap · tanh(logits / softcap). Both before the row maxima.
         row_maxima, row_maxima_stride, logits_needed: `RowMaxima`, and the distance of its rows.
+        limit, alpha: of a clamped SwiGLU, which replaces act(gate) · up (`reference.gated`).
     """
 
     scale: Tensor | None = None
@@ -81,6 +82,8 @@ class Epilogue(NamedTuple):
     row_maxima: Tensor | None = None
     row_maxima_stride: int = 0
     logits_needed: Tensor | None = None
+    limit: float | None = None
+    alpha: float | None = None
 
 
 class ProductFacts(NamedTuple):

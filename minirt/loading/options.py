@@ -88,11 +88,13 @@ class LoadOptions(Settings):
         details="auto: on a GPU the checkpoint's dtype, on a CPU float32.")
     quantization: str | None = setting(
         "Quantize the weights of all linear layers while they are loaded, to FP8 or to 4 bits.",
-        option="--quantize", kind=("fp8", "int4"), elsewhere={"vLLM": "quantization"}, short={"--fp8": "fp8"}, scope="model",
+        option="--quantize", kind=("fp8", "int4", "mxfp4"), elsewhere={"vLLM": "quantization"}, short={"--fp8": "fp8"},
+        scope="model",
         details='"fp8": e4m3 with a scale for each output channel. "int4": 4 bits with a scale for each output channel and 128 '
-        "input channels. Activations and the embedding keep the dtype. None for a checkpoint that is quantized already.")
+        'input channels. "mxfp4": E2M1 with a power of two for 32 of them. Activations and the embedding keep the dtype. None '
+        "for a checkpoint that is quantized already.")
     quantize_head: bool | None = setting(
-        "Quantize the LM head too. Default: with fp8, unless it is tied to the embedding; with int4, no.",
+        "Quantize the LM head too. Default: with fp8, unless it is tied to the embedding; else no.",
         option="--quantize-head/--no-quantize-head --fp8-head/--no-fp8-head", scope="model")
     revision: str | None = setting("Branch, tag or commit of a Hub model.", scope="model")
     impl: str | Sequence[str] = setting(
@@ -200,7 +202,7 @@ class LoadOptions(Settings):
     def __post_init__(self) -> None:
         if self.quantize_head is not None and self.quantization is None:
             place = "--quantize-head" if self.quantize_head else "--no-quantize-head"
-            raise ConfigError("needs --quantize fp8 or --quantize int4", where=place)
+            raise ConfigError("needs --quantize", where=place)
         if self.check_weights and self.random_weights:
             raise ConfigError("random weights have no checkpoint to check", where="--check-weights", hint="use one of the two")
         if self.layers is not None and not callable(self.layers):

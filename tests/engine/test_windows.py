@@ -18,6 +18,7 @@ from minirt.step.kv_cache import PAGE_SIZE, PageAllocator
 WINDOW = 70
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 KINDS = {"some": ["sliding_attention", "full_attention", "sliding_attention"], "all": ["sliding_attention"] * 3}
+KINDS["sinks"] = KINDS["some"]  # of gpt-oss
 
 
 @pytest.fixture(scope="module")
@@ -26,12 +27,18 @@ def model(request, tmp_path_factory):
     import transformers
 
     torch.manual_seed(3)
-    config = transformers.Qwen2Config(
-        hidden_size=128, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, vocab_size=211,
-        max_position_embeddings=640, use_sliding_window=True, sliding_window=WINDOW, layer_types=KINDS[request.param],
-        tie_word_embeddings=False, initializer_range=0.2,
-    )  # fmt: skip
-    made = transformers.Qwen2ForCausalLM(config).eval()
+    sizes = {
+        "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "vocab_size": 211, "max_position_embeddings": 640, "sliding_window": WINDOW, "layer_types": KINDS[request.param],
+        "tie_word_embeddings": False, "initializer_range": 0.2,
+    }  # fmt: skip
+    if request.param == "sinks":
+        config = transformers.GptOssConfig(**sizes, num_local_experts=4, num_experts_per_tok=2)
+        made = transformers.GptOssForCausalLM(config).eval()
+        for layer in made.model.layers:
+            layer.self_attn.sinks.data.normal_(0, 2)
+    else:
+        made = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, use_sliding_window=True)).eval()
     folder = tmp_path_factory.mktemp(request.param)
     made.save_pretrained(folder)
     return folder, made
