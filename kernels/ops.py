@@ -38,7 +38,7 @@ class Scratch(Workspace):
     """A workspace for a single launch, which asks once: it allocates just what is asked for."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self.invariant = device, False
 
     def reserve(self, num_floats: int) -> None:
         """Nothing to do: each launch allocates."""
