@@ -45,9 +45,11 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return wide.to(x.dtype) if weight is None else weight * wide.to(x.dtype)
 
 
-def norm_residual(y: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor:
-    """residual + rms_norm(y): the norm after a layer, before its residual is added (Gemma's sandwich norms). All [..., H]."""
-    return residual + rms_norm(y, weight, eps)
+def norm_residual(y: Tensor, weight: Tensor, eps: float, residual: Tensor, factor: Tensor | None = None) -> Tensor:
+    """factor · (residual + rms_norm(y)): the norm after a layer, before its residual is added (Gemma's sandwich norms). All
+    [..., H], the factor [1] or None."""
+    y = residual + rms_norm(y, weight, eps)
+    return y if factor is None else y * factor
 
 
 def add_residual(x: Tensor, y: Tensor, multiplier: float = 1.0) -> Tensor:

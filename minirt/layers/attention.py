@@ -54,8 +54,8 @@ class Attention(Layer):
         self.cache_spec, self.inner = PagesSpec(settings.num_kv_heads, d, settings.window), ("heads", q_rows)
         self.norm = NormWeight(norm, h, centered) if norm else None
         of_q, of_gate = (Interleaved((d, d), i) if settings.gate == "q_proj" else None for i in range(2))
-        parts = stacked(Part(q, q_rows, of_q), Part(k, kv_rows), Part(v, kv_rows))
-        self.qkv = PackedLinear(parts, h, settings.qkv_bias)
+        of_v = () if settings.v_is_k else (Part(v, kv_rows),)
+        self.qkv = PackedLinear(stacked(Part(q, q_rows, of_q), Part(k, kv_rows), *of_v), h, settings.qkv_bias)
         self.gate: PackedLinear | None = None
         if settings.gate is not None:
             part = Part(gate if of_gate is None else q, q_rows, of_gate)
@@ -109,8 +109,10 @@ def eager(layer: Attention) -> Forward:
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV) -> Tensor:
         h = x if norm is None else reference.rms_norm(x, norm.weight, eps)
-        heads = reference.linear(h, qkv.weight, qkv.bias, qkv.scale).view(-1, nq + 2 * nkv, d)
-        qk, v = heads[:, : nq + nkv], heads[:, nq + nkv :]
+        heads = reference.linear(h, qkv.weight, qkv.bias, qkv.scale).unflatten(1, (-1, d))
+        qk, v = heads[:, : nq + nkv], heads[:, -nkv:]
+        if settings.normalize_v:
+            v = reference.rms_norm(v, None, eps)
         if settings.qk_norm in ("weighted", "plain", "weighted_all"):
             qk = normalized(qk)
         qk = reference.rope(qk, None if layer.cos_sin is None else layer.cos_sin[batch.positions])
@@ -138,6 +140,8 @@ def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
     settings = layer.settings if isinstance(layer, Attention) else layer.config.attention()
     if settings.head_dim not in HEAD_DIMS:
         return f"head_dim {settings.head_dim} is none of {', '.join(map(str, HEAD_DIMS))}"
+    if settings.head_dim > 256 and layer.context.dtype == torch.float32 and is_gpu(device):
+        return f"there is no kernel for heads of {settings.head_dim} channels in float32"
     if (group := settings.num_heads // settings.num_kv_heads) > MAX_GROUP:
         return f"{group} query heads share a KV head, more than {MAX_GROUP}"
     if layer.context.kv_dtype == FP8 and is_gpu(device):
@@ -164,8 +168,8 @@ def triton(layer: Attention) -> Forward:
     eps, nq, d, window = layer.config.rms_norm_eps, settings.num_heads, settings.head_dim, settings.window
     scores = Scores(settings.scale, window)
     cos_sin, normalize, query_scales = layer.cos_sin, settings.qk_norm == "plain", layer.query_scales
-    rows = nq * d, settings.num_kv_heads * d, settings.num_kv_heads * d  # of q, k and v
-    of_rope = None if settings.qk_norm == "weighted_after_rope" else cos_sin
+    rows = nq * d, settings.num_kv_heads * d, (not settings.v_is_k) * settings.num_kv_heads * d  # of q, k and v
+    of_rope, of_v = None if settings.qk_norm == "weighted_after_rope" else cos_sin, (settings.normalize_v, settings.v_is_k)
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV) -> Tensor:
         q_norm = layer.q_norm.weight if layer.q_norm else None
@@ -193,7 +197,7 @@ def triton(layer: Attention) -> Forward:
         sequences = Sequences(tables.block_tables, batch.seq_lens_device, tables.split_starts_device, query_starts)
         a = attention(AttentionInput(
             qkv, kv, sequences, scores, qkv.new_empty(len(qkv), nq, d),
-            Rope(of_rope, q_norm, k_norm, eps, normalize, query_scales), batch.positions, tables.slot_mapping, workspace,
+            Rope(of_rope, q_norm, k_norm, eps, normalize, query_scales, *of_v), batch.positions, tables.slot_mapping, workspace,
             batch.max_splits, batch.max_seq_len, batch.max_query_len, pdl=pdl, gate=gate, side=side,
         )).view(-1, nq * d)  # fmt: skip
         a = layer.hooked(a, batch)

@@ -753,7 +753,8 @@ def test_an_unknown_model_is_told_what_there_is(run):
 
 
 @pytest.mark.parametrize(("name", "family"), [
-    ("gemma-3-4b", "gemma"), ("Mixtral-8x7B-v0.1", "mixtral"), ("gpt-oss-20b", "gpt-oss"), ("google/gemma-3-4b-it", "gemma"),
+    ("gemma-3-4b", "gemma-3"), ("Mixtral-8x7B-v0.1", "mixtral"), ("gpt-oss-20b", "gpt-oss"),
+    ("google/gemma-3-4b-it", "gemma-3"), ("google/gemma-4-E4B-it", "gemma-4-e"),
 ])  # fmt: skip
 def test_a_model_of_a_family_that_is_not_supported(run, monkeypatch, name, family):
     """Mixtral was answered with "did you mean Mistral-7B?", and Gemma with how to name a model. What runs is said, too."""
