@@ -38,7 +38,7 @@ def config(fields: Fields) -> ModelConfig:
     )
     parsed = decoder_config(
         fields, model_type="muse_glimmer", classes=(), max_positions=131072, kv_heads=2, head_dim=128, eps=1e-5,
-        attention_bias=False, qk_norm=True, attention_gate="gate_proj", zero_centered_norms=True, post_norm_eps=eps,
+        qk_norm=True, attention_gate="gate_proj", zero_centered_norms=True, post_norm_eps=eps,
         logits_multiplier=output, logits_softcap=cap, window=Window(2048, layers=frozenset(range(count)) - full),
     )  # fmt: skip
     if thetas is not None:

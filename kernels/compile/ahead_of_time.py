@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
+from functools import lru_cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -166,6 +167,7 @@ class AheadOfTime:
         self._compilers, self._asynchronous, self._progress = _Compilers(device, progress), None, progress
         if device.type == "cuda":
             hash_triton()
+            _separate_launchers()
             try:
                 self._asynchronous = _asynchronous(self._compilers)
             except (AttributeError, TypeError) as error:
@@ -216,45 +218,45 @@ class AheadOfTime:
         self.close()
 
 
+@lru_cache(None)
+def _separate_launchers() -> None:
+    """From now on, have Triton import each launcher as a separate module.
+
+    Triton up to 3.6 imports every launcher under one name. When one is imported again, Python copies its contents into the
+    module that has this name at that moment, so a thread could get another kernel's launcher. Threads load kernels at any time.
+    """
+    with suppress(ImportError):
+        build, lock = import_module("triton.runtime.build"), threading.Lock()
+        if (load := getattr(build, "_load_module_from_path", None)) is None:
+            return  # this version imports launchers in another way
+
+        def load_alone(name: str, path: str) -> ModuleType:
+            with lock:
+                module, separate = load(name, path), ModuleType(name)
+                vars(separate).update(vars(module))
+                return separate
+
+        build._load_module_from_path = load_alone  # type: ignore[attr-defined]
+
+
 class _Patches:
-    """Replaces two of Triton's functions while any thread is in one of the two contexts: `JITFunction.run`, and how launchers
-    are imported."""
+    """Replaces `JITFunction.run` while any thread is in one of the two contexts."""
 
     def __init__(self) -> None:
         self._lock, self._users = threading.Lock(), 0
-        self._build: Any = None
         self._run: Any = None
-        self._import: Any = None
 
     def __enter__(self) -> None:
         with self._lock:
             self._users += 1
             if self._users == 1:
                 self._run, JITFunction.run = JITFunction.run, _compile_only(JITFunction.run)
-                with suppress(ImportError):
-                    self._build = import_module("triton.runtime.build")
-                self._import = getattr(self._build, "_load_module_from_path", None)
-                if self._import is not None:  # else this version imports launchers in another way
-                    self._build._load_module_from_path = self._load_alone
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._users -= 1
             if self._users == 0:
                 JITFunction.run = self._run
-                if self._import is not None:
-                    self._build._load_module_from_path = self._import
-
-    def _load_alone(self, name: str, path: str) -> ModuleType:
-        """Import a launcher as a separate module.
-
-        Triton up to 3.6 imports every launcher under one name. When one is imported again, Python copies its contents into the
-        module that has this name at that moment, so a thread could get another kernel's launcher.
-        """
-        with self._lock:
-            module, separate = self._import(name, path), ModuleType(name)
-            vars(separate).update(vars(module))
-            return separate
 
 
 _PATCHES = _Patches()

@@ -248,8 +248,8 @@ def _prepared(product: Product) -> Product:
     if ep.scale is None or gemm_int4.is_int4(product.weight):
         if norm is None:
             return product
-        return product.with_x(rms_norm(x, norm.weight, norm.eps, early=_early(x), pdl=pdl, check=False))
-    blocks, early = ep.scale.ndim == 2, _early(x)
+        return product.with_x(rms_norm(x, norm.weight, norm.eps, early=triggers_early(x), pdl=pdl, check=False))
+    blocks, early = ep.scale.ndim == 2, triggers_early(x)
     if norm is None:
         x, x_scale = quantize(x, blocks=blocks, early=early, pdl=pdl, check=False)
     else:
@@ -257,7 +257,8 @@ def _prepared(product: Product) -> Product:
     return product.with_x(x, x_scale)
 
 
-def _early(x: Tensor) -> bool:
+def triggers_early(x: Tensor) -> bool:
+    """Whether a norm, or quantization, of x [T, …] triggers before it waits, because a product follows."""
     return bool(covering(EARLY, x.shape[0], capability(x.device)))
 
 

@@ -162,31 +162,36 @@ def _gemv_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: tl.constexpr):
 def rule(facts: ProductFacts, gpu: Gpu) -> GemvConfig:
     """From sweeps (docs/decisions/linear-decode.md).
 
-    A row is about four tiles long. With a few rows, a program has 8 to 16 loads in flight: half of each row, or all of it.
+    A row is about four tiles long, of fp8 five or six. With a few rows, a program has 8 to 16 loads in flight, of fp8 up to 32:
+    half of each row, or all of it.
     """
     N, K, itemsize, gated, num_sms = facts.N, facts.K, facts.itemsize, facts.gated, gpu.sms
     fp8 = itemsize == 1
     chunks = cdiv(K, WARP * chunk_size(itemsize))
     at_once = not gated and 64 * num_sms >= N  # all programs run at the same time
-    num_warps = min(8, 1 << max(0, round(math.log2(chunks / (5.5 if at_once and fp8 else 4)))))  # the nearest power of two
+    long = fp8 and (at_once or not facts.blocks)
+    most = 4 if long and gated else 8
+    num_warps = min(most, 1 << max(0, round(math.log2(chunks / (5.5 if long else 4)))))  # the nearest power of two
     count = cdiv(chunks, num_warps)
     if num_warps == 8:
         # Long rows: four programs run on an SM. With more rows in a program, x is read less often. This matters more for fp8,
         # where x costs more instructions than the weights. But the last round of programs should be nearly full.
-        rows = 2 if gated else 4
+        rows = 2 if gated or (fp8 and count > 8) else 4
         fewest = 2 if fp8 else 1
         full = 0.8 if fp8 else 0.9
         while rows > fewest and (rounds := cdiv(N, rows) / (4 * num_sms)) < full * math.ceil(rounds):
             rows //= 2
-        loads = (16 if fp8 else 10) // (2 * rows if gated else rows)  # that fit in 64 registers
+        loads = 4 if fp8 else 10 // (2 * rows if gated else rows)  # that fit in 64 registers
         return GemvConfig(rows, 8, tiles=min(cdiv(count, 2), loads), registers=64)
     if at_once:
         if facts.blocks:
             return GemvConfig(2, num_warps, tiles=4)
         few = fp8 or 24 * num_sms > N
         return GemvConfig(4, num_warps, tiles=4) if few else GemvConfig(8, num_warps, tiles=2)
-    if fp8:
+    if facts.blocks:
         return GemvConfig(4 if gated else 8, num_warps, tiles=4)
+    if fp8:
+        return GemvConfig(2 if gated else 4, num_warps, tiles=8)
     return GemvConfig(2 if gated else 4, num_warps, tiles=cdiv(count, 2))
 
 

@@ -1,6 +1,7 @@
 """`Attention`: the residual layer of grouped-query attention over the paged KV cache."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,8 +23,8 @@ class Attention(Layer):
     """x + residual_multiplier · post_norm(o(gate · attention(rope(qk_norm(qkv(norm(x))))))), x [T, H].
 
     New K and V go to batch.slot_mapping. Grouped queries: Ainslie et al. 2023; rotary embedding: Su et al. 2021; QK-norm as in
-    Qwen3 (per head, before rope); gate: Qiu et al. 2025. Q, K and V are packed in one matrix, in this order. What of this a layer
-    has, `settings` say.
+    Qwen3 (per head, before rope); gate: Qiu et al. 2025. Q, K, V and the gate are packed in one matrix, in this order. What of
+    this a layer has, `settings` say.
 
     Args:
         norm: checkpoint name of the norm of the layer's input; None: there is none.
@@ -53,13 +54,11 @@ class Attention(Layer):
         self.ropes = () if settings.rope is None else ((settings.rope, settings.rotary_dim),)
         self.cache_spec, self.inner = PagesSpec(settings.num_kv_heads, d, settings.window), ("heads", q_rows)
         self.norm = NormWeight(norm, h, centered) if norm else None
-        of_q, of_gate = (Interleaved((d, d), i) if settings.gate == "q_proj" else None for i in range(2))
-        of_v = () if settings.v_is_k else (Part(v, kv_rows),)
-        self.qkv = PackedLinear(stacked(Part(q, q_rows, of_q), Part(k, kv_rows), *of_v), h, settings.qkv_bias)
-        self.gate: PackedLinear | None = None
+        parts = stacked(Part(q, q_rows), Part(k, kv_rows), *(() if settings.v_is_k else (Part(v, kv_rows),)))
         if settings.gate is not None:
-            part = Part(gate if of_gate is None else q, q_rows, of_gate)
-            self.gate = PackedLinear([part], h, settings.qkv_bias and of_gate is not None)
+            of_q, of_gate = (Interleaved((d, d), i) if settings.gate == "q_proj" else None for i in range(2))
+            parts = [replace(parts[0], of=of_q), *parts[1:], Part(gate if of_gate is None else q, q_rows, of_gate)]
+        self.qkv = PackedLinear(parts, h, settings.qkv_bias)
         self.o = PackedLinear([Part(o, h)], q_rows, settings.o_bias)
         self.q_norm: NormWeight | None = None
         self.k_norm: NormWeight | None = None
@@ -81,8 +80,7 @@ class Attention(Layer):
         return self.context.query_scales(self.settings.rope) if self.settings.rope else None
 
     def linear_ops(self) -> tuple[LinearOp, ...]:
-        gate = () if self.gate is None else (LinearOp(self.gate),)
-        return LinearOp(self.qkv), *gate, LinearOp(self.o, residual=self.post_norm is None and self.residual_multiplier == 1)
+        return LinearOp(self.qkv), LinearOp(self.o, residual=self.post_norm is None and self.residual_multiplier == 1)
 
     def reserve(self, max_splits: int) -> None:
         if self.implementation == "triton":
@@ -97,7 +95,8 @@ class Attention(Layer):
 def eager(layer: Attention) -> Forward:
     settings, eps, post_norm_eps = layer.settings, layer.config.rms_norm_eps, layer.post_norm_eps
     nq, nkv, d = settings.num_heads, settings.num_kv_heads, settings.head_dim
-    norm, qkv, gate, o, post_norm = layer.norm, layer.qkv, layer.gate, layer.o, layer.post_norm
+    nv = 0 if settings.v_is_k else nkv
+    norm, qkv, o, post_norm = layer.norm, layer.qkv, layer.o, layer.post_norm
     q_norm, k_norm, multiplier, window = layer.q_norm, layer.k_norm, layer.residual_multiplier, settings.window
 
     def normalized(qk: Tensor) -> Tensor:
@@ -109,8 +108,9 @@ def eager(layer: Attention) -> Forward:
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV) -> Tensor:
         h = x if norm is None else reference.rms_norm(x, norm.weight, eps)
-        heads = reference.linear(h, qkv.weight, qkv.bias, qkv.scale).unflatten(1, (-1, d))
-        qk, v = heads[:, : nq + nkv], heads[:, -nkv:]
+        heads = reference.linear(h, qkv.weight, qkv.bias, qkv.scale).view(len(x), -1, d)
+        qk, v, gate = heads.split((nq + nkv, nv, heads.shape[1] - nq - nkv - nv), 1)
+        v = qk[:, nq:] if settings.v_is_k else v
         if settings.normalize_v:
             v = reference.rms_norm(v, None, eps)
         if settings.qk_norm in ("weighted", "plain", "weighted_all"):
@@ -126,8 +126,8 @@ def eager(layer: Attention) -> Forward:
         a = reference.paged_attention(
             q, kv.k, kv.v, tables.block_tables, batch.query_lens, batch.seq_lens, settings.scale, kv.k_scale, kv.v_scale, window
         ).view(-1, nq * d)  # fmt: skip
-        if gate is not None:
-            a = reference.gate_output(a, reference.linear(h, gate.weight, gate.bias, gate.scale))
+        if settings.gate is not None:
+            a = reference.gate_output(a, gate.flatten(1))
         a = layer.hooked(a, batch)
         y = reference.linear(a, o.weight, o.bias, o.scale)
         y = y if post_norm is None else reference.rms_norm(y, post_norm.weight, post_norm_eps)
@@ -153,7 +153,7 @@ def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
 
 @register("attention", "triton", unsupported=_triton_unsupported, capturable=True)
 def triton(layer: Attention) -> Forward:
-    """Kernels: norm + QKV + bias; norm + gate; QK-norm, RoPE, KV write, attention and gating (`attention`); O + residual.
+    """Kernels: norm + QKV (and gate) + bias; QK-norm, RoPE, KV write, attention and gating (`attention`); O + residual.
 
     A QK-norm over all heads, or the rotation before a norm, are steps of their own before `attention`. With a norm or a factor of
     what is added: O; `triton_add`.
@@ -164,7 +164,7 @@ def triton(layer: Attention) -> Forward:
 
     settings, context = layer.settings, layer.context
     workspace, side, pdl = context.workspace, context.side_stream, context.pdl
-    norm, linear, o, gating, residual_product = layer.norm, layer.qkv, layer.o, layer.gate, layer.linear_ops()[-1].residual
+    norm, linear, o, residual_product = layer.norm, layer.qkv, layer.o, layer.linear_ops()[-1].residual
     eps, nq, d, window = layer.config.rms_norm_eps, settings.num_heads, settings.head_dim, settings.window
     scores = Scores(settings.scale, window)
     cos_sin, normalize, query_scales = layer.cos_sin, settings.qk_norm == "plain", layer.query_scales
@@ -178,6 +178,9 @@ def triton(layer: Attention) -> Forward:
         qkv = norm_linear(
             x, norm_weight, eps, linear.weight, linear.bias, scale=linear.scale, workspace=workspace, pdl=pdl, check=False
         )
+        gate = None
+        if settings.gate is not None:
+            qkv, gate = qkv[:, : sum(rows)], qkv[:, sum(rows) :].unflatten(1, (nq, d))
         if settings.qk_norm == "weighted_all" and q_norm is not None and k_norm is not None:
             q, k, _ = qkv.split(rows, 1)
             q.copy_(rms_norm(q.contiguous(), q_norm, eps, pdl=pdl, check=False))
@@ -187,11 +190,6 @@ def triton(layer: Attention) -> Forward:
             for heads in qkv.split(rows, 1)[:2]:
                 turned = heads.unflatten(1, (-1, d))
                 turned.copy_(reference.rope(turned, cos_sin[batch.positions]))
-        gate = None
-        if gating is not None:
-            gate = norm_linear(
-                x, norm_weight, eps, gating.weight, gating.bias, scale=gating.scale, workspace=workspace, pdl=pdl, check=False
-            ).view(-1, nq, d)
         query_starts = None if batch.max_query_len == 1 else batch.query_starts_device
         tables = batch if window is None else batch.tables(window)
         sequences = Sequences(tables.block_tables, batch.seq_lens_device, tables.split_starts_device, query_starts)

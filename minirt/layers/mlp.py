@@ -73,12 +73,14 @@ def eager(layer: MLP) -> Forward:
 
 def triton_add(layer: "MLP | Attention", x: Tensor, y: Tensor) -> Tensor:
     """factor · (x + residual_multiplier · post_norm(y)) where the product y does not add to x itself. It writes to y."""
+    from minirt.kernels.linear.dispatch import triggers_early
     from minirt.kernels.norm import norm_residual, rms_norm
 
     post_norm, eps, pdl, values = layer.post_norm, layer.post_norm_eps, layer.context.pdl, getattr(layer, "factor", None)
     factor = None if values is None else values.weight
     if post_norm is not None and layer.residual_multiplier == 1:
-        return norm_residual(y, post_norm.weight, eps, x, factor, out=y, pdl=pdl, check=False)
+        early = triggers_early(x)
+        return norm_residual(y, post_norm.weight, eps, x, factor, out=y, early=early, pdl=pdl, check=False)
     y = y if post_norm is None else rms_norm(y, post_norm.weight, eps, out=y, pdl=pdl, check=False)
     y = torch.add(x, y, alpha=layer.residual_multiplier, out=y)
     return y if factor is None else y.mul_(factor)

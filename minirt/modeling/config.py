@@ -118,6 +118,7 @@ class AttentionSettings:
         for name, usable, expected in (
             ("qk_norm", self.qk_norm in (None, *QK_NORMS), f"None or {' or '.join(QK_NORMS)}"),
             ("gate", self.gate in (None, "q_proj", "gate_proj"), "None or q_proj or gate_proj"),
+            ("qkv_bias", not (self.qkv_bias and self.gate == "gate_proj"), "False, as gate_proj has no bias"),
             ("scale", 0 < self.scale < math.inf, "a finite number above 0"),
             ("window", self.window is None or self.window >= 1, "1 token or more, or None"),
         ):

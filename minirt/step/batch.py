@@ -97,10 +97,17 @@ class Batch:
         tables = PageTables(self.block_tables, self.slot_mapping, self.split_starts_device)
         if self.windows is not None:
             return self.windows.get(window, tables)
-        lens = zip(self.seq_lens, self.query_lens, strict=True)
-        splits = [-(-length // KV_SPLIT) - first_split(length, new, window) for length, new in lens]
-        starts = torch.tensor(list(accumulate(splits, initial=0)), dtype=torch.int32, device=self.device)
-        return tables._replace(split_starts_device=starts)
+        if window not in self._split_starts:
+            lens = zip(self.seq_lens, self.query_lens, strict=True)
+            splits = [-(-length // KV_SPLIT) - first_split(length, new, window) for length, new in lens]
+            starts = torch.tensor(list(accumulate(splits, initial=0)), dtype=torch.int32, device=self.device)
+            self._split_starts[window] = starts
+        return tables._replace(split_starts_device=self._split_starts[window])
+
+    @cached_property
+    def _split_starts(self) -> dict[int, Tensor]:
+        """By window. Made at the first use, as no CUDA graph may copy from the host."""
+        return {}
 
     @property
     def device(self) -> torch.device:

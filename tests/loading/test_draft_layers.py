@@ -103,7 +103,7 @@ def test_formats_follow_the_target(quantization: str, head: bool | None, folder:
         target = generator.model.layers[-1].lm_head
         assert first.fc.format is None
         assert first.fc.weight.dtype == torch.bfloat16
-        for weights in (attention.qkv, attention.gate, attention.o, mlp.gate_up, mlp.down):
+        for weights in (attention.qkv, attention.o, mlp.gate_up, mlp.down):
             assert weights.format is not None
             assert weights.format.name == quantization
         assert last.lm_head.format == target.format

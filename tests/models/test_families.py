@@ -32,6 +32,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("olmo3", {"sliding_window": None, "layer_types": [SLIDING] * 4}, "layer_types: .*sliding_attention"),
     ("exaone4", WINDOWED | {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern: .*an integer"),
     ("exaone4", WINDOWED | {"attention_bias": True}, "attention_bias: .*found true"),
+    ("muse_glimmer_text", {"attention_bias": True}, "attention_bias: .*found true"),
     ("muse_glimmer_text", {"layer_rope_theta": [0, 1e4, 5e5, 1e4]}, "layer_rope_theta: another theta.*0 or 10000.*found 500000"),
     ("muse_glimmer_text", {"layer_rope_theta": [0, 1e4]}, "layer_rope_theta: .*expected 4, one for each layer; found 2"),
     ("muse_glimmer_text", {"hidden_activation": "gelu"}, "hidden_activation: .*found 'gelu'"),

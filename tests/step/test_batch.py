@@ -35,6 +35,14 @@ def test_a_chunk_over_scattered_pages(start, count):
     assert batch.slot_mapping.tolist() == [52 * PAGE + 8] + [pages[p // PAGE] * PAGE + p % PAGE for p in positions]
 
 
+def test_tables_of_a_window_are_made_once():
+    """Catches a copy from the host in a CUDA graph of a step without an engine, which cannot be captured (`minirt tune`)."""
+    batch = Batch.build([Chunk([1], 599, list(range(40)))], PAGE)
+    starts = batch.tables(100).split_starts_device
+    assert starts.tolist() == [0, 1 + (599 // KV_SPLIT > 500 // KV_SPLIT)]
+    assert batch.tables(100).split_starts_device is starts
+
+
 def test_every_row():
     assert Batch.build([Chunk([5, 6], 0, [1], num_logits=2), Chunk([3], 9, [2])], PAGE).every_row
     assert not Batch.build([Chunk([5, 6], 0, [1])], PAGE).every_row

@@ -100,7 +100,7 @@ CASES = {
     "muse_glimmer, listed": ("MuseGlimmer", "ForConditionalGeneration", wrapped(
         {"sliding_window": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "post_norm_eps": 0.1,
          "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL], "layer_rope_theta": [0.0, 1e4, 1e4, 1e4, 0.0],
-         "qk_scale_factor": 2.5, "final_logit_softcapping": 3.0, "output_multiplier": 1.5, "attention_bias": True},
+         "qk_scale_factor": 2.5, "final_logit_softcapping": 3.0, "output_multiplier": 1.5},
         MUSE_VISION, **MUSE_PROJECTOR,
     )),
     "gemma4": ("Gemma4", "ForConditionalGeneration", wrapped(GEMMA, GEMMA_VISION, audio_config=GEMMA_AUDIO)),

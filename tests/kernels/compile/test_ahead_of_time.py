@@ -1,6 +1,7 @@
 """Compiling ahead of the first launch. Catches: a kernel that runs anyway, is compiled once for each launch, or is loaded only by
 its launch, on another device or not at all; an error that is lost, or is raised in spite of `ignore_errors`; launches of other
-threads that do not run; launchers of one name that get each other's contents; patches of Triton that stay."""
+threads that do not run; launchers of one name, loaded by several threads, that get each other's contents; launches that stay
+patched."""
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def test_what_else_launches_is_as_ever(seen):
     assert (seen["raised"], seen["left"]) == ("OutOfResources", "OutOfResources")
     assert (seen["ended"], seen["after"]) == ("KeyboardInterrupt", 2)
     assert seen["both"] == [1, 1, 1, 1]
-    assert seen["modules"] == ["a", "b"], "launchers of one name keep their contents"
+    assert len({*seen["modules"]}) == len(seen["modules"]) > 2, "launchers of one name keep their contents"
     assert seen["restored"], "Triton is as it was"
 
 
