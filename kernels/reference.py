@@ -261,17 +261,20 @@ def linear_residual(
     return residual + linear(x, weight, bias, scale)
 
 
-def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, top_k: int, normalize: bool, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The experts of each token (Shazeer et al. 2017): logits [T, E] → weights [T, k] in their dtype, experts [T, k] int64.
 
-    The softmax and the sum for `normalize` are in fp32. Experts are in descending order of weight; of equal ones, the lower comes
-    first. A row with a NaN has the experts 0 to k − 1, with NaN as weights.
+    The softmax and the sum for `normalize` are in fp32. `factors` [E], if given, multiply the weights last. Experts are in
+    descending order of weight; of equal ones, the lower comes first. A row with a NaN has the experts 0 to k − 1, with NaN as
+    weights.
     """
     probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     ordered, experts = probabilities.sort(dim=-1, descending=True, stable=True)  # `topk` promises no order of ties
     weights = ordered[:, :top_k]
     if normalize:
         weights = weights / weights.sum(-1, keepdim=True)
+    if factors is not None:
+        weights = weights * factors[experts[:, :top_k]]
     return weights.to(logits.dtype), experts[:, :top_k]
 
 

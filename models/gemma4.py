@@ -1,7 +1,8 @@
-"""Gemma 4 (31B, 12B): windows with other heads than the full layers, whose values are the keys before their norm.
+"""Gemma 4 (31B, 12B, 26B-A4B): windows with other heads than the full layers, whose values are the keys before their norm.
 
-Every head of V has an RMSNorm without weights, every block a factor of the whole residual stream. Official files are those of a
-model that also sees images and hears. Only its text decoder is computed.
+Every head of V has an RMSNorm without weights, every block a factor of the whole residual stream. In the model with experts, each
+block has them beside its MLP. Official files are those of a model that also sees images and hears. Only its text decoder is
+computed.
 """
 
 from dataclasses import dataclass, replace
@@ -9,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from minirt.kernels.activations import OF_HIDDEN_ACT
-from minirt.modeling.config import AttentionSettings, Fields, ModelConfig, read_rope
+from minirt.modeling.config import AttentionSettings, Fields, ModelConfig, MoEConfig, read_rope
 from minirt.models.decoder import FINAL_NORM, SANDWICH_NORMS, Window, decoder_config, head_weight, read_layer_types
 from minirt.models.vision import text_fields
 
@@ -64,22 +65,29 @@ def config(fields: Fields) -> ModelConfig:
         whole, model_type="gemma4", classes=CLASSES, max_positions=262144 if unified else 131072, kv_heads=4, head_dim=256,
         tie_word_embeddings=True, attention_bias=False, qk_norm=True, attention_scale=1.0,
         window=Window(1024 if unified else 512, layers=sliding),
-        logits_softcap=0.0 if fields.get(cap) is None else fields.number(cap),
+        logits_softcap=0.0 if fields.get(cap) is None else fields.number(cap), moe=_moe(fields),
     )  # fmt: skip
     rope = read_rope(windowed, parsed.max_position_embeddings, parsed.head_dim)
     return Gemma4Config(**vars(parsed) | {"window_rope": rope}, **full)
 
 
 def _refuse(fields: Fields, unified: bool) -> None:
-    """Refuse what only models with per-layer inputs have, mixtures, and attention to later tokens."""
+    """Refuse what only models with per-layer inputs have, and attention to later tokens."""
     name = "hidden_size_per_layer_input"
     if (size := fields.get(name, 0 if unified else 256)) not in (0, None):
         raise fields.unsupported(name, _E_MODELS, 0, found=size)
     fields.only("num_kv_shared_layers", 0, what=_E_MODELS)
-    fields.only("enable_moe_block", False, what="experts beside the MLP are not supported")
     fields.only("use_bidirectional_attention", "vision", what="only causal attention is supported, which text has")
     for name in ("vocab_size_per_layer_input", "use_double_wide_mlp"):  # of such models alone
         fields.get(name)
+
+
+def _moe(fields: Fields) -> MoEConfig | None:
+    if not fields.boolean("enable_moe_block", default=False):
+        return None
+    experts = fields.integer("num_experts")
+    used = fields.integer("top_k_experts", maximum=experts)
+    return MoEConfig(experts, used, fields.integer("moe_intermediate_size"))
 
 
 def _ropes(stated: Fields, kinds: list[str]) -> list[Any]:
@@ -111,20 +119,21 @@ def _full_heads(fields: Fields, full: list[str]) -> dict[str, Any]:
 
 
 def layers(config: ModelConfig) -> "list[Layer]":
-    from minirt.layers import MLP, Attention, Embedding, Head  # imported here because it imports torch
+    from minirt.layers import MLP, Attention, Embedding, Head, MLPAndMoE  # imported here because it imports torch
 
     made: list[Layer] = [Embedding(config, multiplier=config.hidden_size**0.5, rounded=True)]
     for i in range(config.num_layers):
         name, prefix = f"layers.{i}", f"model.layers.{i}"
         before, after, before_mlp, after_mlp = (f"{prefix}.{norm}" for norm in SANDWICH_NORMS)
-        settings = config.attention(i)
-        made += [
-            Attention(
-                config, name=f"{name}.attention", norm=before, prefix=f"{prefix}.self_attn", settings=settings, post_norm=after
-            ),
-            MLP(
-                config, name=f"{name}.mlp", norm=before_mlp, prefix=f"{prefix}.mlp", post_norm=after_mlp,
-                factor=f"{prefix}.layer_scalar",
-            ),
-        ]  # fmt: skip
+        made.append(Attention(
+            config, name=f"{name}.attention", norm=before, prefix=f"{prefix}.self_attn", settings=config.attention(i),
+            post_norm=after,
+        ))  # fmt: skip
+        if config.moe is not None:
+            made.append(MLPAndMoE(config, name=f"{name}.mlp_and_moe", prefix=prefix))
+            continue
+        made.append(MLP(
+            config, name=f"{name}.mlp", norm=before_mlp, prefix=f"{prefix}.mlp", post_norm=after_mlp,
+            factor=f"{prefix}.layer_scalar",
+        ))  # fmt: skip
     return [*made, Head(config, norm=FINAL_NORM, weight=head_weight(config), softcap=config.logits_softcap)]

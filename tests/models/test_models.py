@@ -54,7 +54,9 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("phi3", {"head_dim": 10, "pad_token_id": 0}), ("granite", {"mlp_bias": True, "attention_bias": True}),
     ("granite", {"tie_word_embeddings": True}),
     ("qwen2_moe", {}), ("qwen2_moe", {"mlp_only_layers": [0], "qkv_bias": False}),
-    ("gemma4_text", {"global_head_dim": 20, "num_global_key_value_heads": 2, "attention_k_eq_v": True}), ("gemma4_text", {}),
+    ("gemma4_text", {"global_head_dim": 20, "num_global_key_value_heads": 2, "attention_k_eq_v": True}),
+    ("gemma4_text", {}),
+    ("gemma4_text", {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 41}),
     ("qwen3_moe", {"attention_bias": True}), ("qwen3_moe", {"decoder_sparse_step": 2, "tie_word_embeddings": True}),
 ]  # fmt: skip
 
@@ -123,7 +125,7 @@ PUBLISHED = {
     "Seed-OSS-36B": (36.15, None),
     "Olmo-3-7B": (7.30, None), "Olmo-3-32B": (32.23, None),
     "EXAONE-4.0-32B": (32.0, 30.95), "EXAONE-4.0-1.2B": (1.28, 1.07),
-    "gemma-4-31B": (30.70, None), "gemma-4-12B": (11.91, None),
+    "gemma-4-31B": (30.70, None), "gemma-4-12B": (11.91, None), "gemma-4-26B-A4B": (25.23, None),
     "Muse-Glimmer-30B": (27.85, None),  # and the vision encoder
     "Phi-3-mini-4k": (3.82, None), "Phi-3-medium-4k": (13.96, None), "Phi-4": (14.66, None),
 }  # fmt: skip
@@ -143,9 +145,10 @@ def test_preset_size(entry: Any) -> None:
         assert (count - tables) / 1e9 == pytest.approx(inner, rel=0.015)
 
 
-@pytest.mark.parametrize(
-    "name", ["Qwen2.5-7B", "Qwen3-0.6B", "Llama-3.2-1B", "SmolLM2-135M", "Qwen3.5-35B-A3B", "Qwen3-Next-80B-A3B", "gemma-4-31B"]
-)
+@pytest.mark.parametrize("name", [
+    "Qwen2.5-7B", "Qwen3-0.6B", "Llama-3.2-1B", "SmolLM2-135M", "Qwen3.5-35B-A3B", "Qwen3-Next-80B-A3B", "gemma-4-31B",
+    "gemma-4-26B-A4B",
+])  # fmt: skip
 def test_preset_counts_as_transformers_does(name: str) -> None:
     raw = next(raw for key, _, raw in raw_configs() if key == name)
     model = their_model(dict(raw, num_hidden_layers=4))  # every kind of layer
@@ -183,7 +186,7 @@ def test_presets_are_distinct_and_complete() -> None:
     """Catches a preset that hides another one, lacks a column, or has no published size."""
     assert {base(entry.name) for entry in presets()} == set(PUBLISHED)
     names = [entry.name.lower() for entry in presets()]
-    assert len(set(names)) == len(names) == 79
+    assert len(set(names)) == len(names) == 81
     assert {entry.name for entry in presets() if entry.quantization} == {f"{name}-FP8" for name in preset_table()["fp8_releases"]}
     for name, _, raw in raw_configs():
         assert set(preset_table()["columns"]) <= set(raw), name

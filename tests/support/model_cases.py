@@ -110,6 +110,9 @@ CASES = {
         "rope_parameters": {FULL: {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.6},
                             SLIDING: {"rope_type": "default", "rope_theta": 777.0}},
     }),
+    "gemma4 with experts": ("Gemma4", "ForConditionalGeneration", wrapped(
+        GEMMA | {"enable_moe_block": True, "num_experts": 7, "top_k_experts": 3, "moe_intermediate_size": 24}, None,
+    )),
     "gemma4_unified": ("Gemma4Unified", "ForConditionalGeneration", wrapped(
         {name: value for name, value in GEMMA.items() if name != "hidden_size_per_layer_input"},
         {"mm_embed_dim": 32, "mm_posemb_size": 16, "output_proj_dims": 64},
@@ -142,11 +145,11 @@ def make(case: str, folder: Path, **changes: Any) -> Any:
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.6, 1.2)
         for name, parameter in model.named_parameters():
-            if "norm" in name and parameter.ndim == 1:
+            if ("norm" in name or "scale" in name) and parameter.ndim == 1:
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 parameter.normal_(0, 0.3)
-            elif parameter.ndim == 2:
+            elif parameter.ndim >= 2:
                 parameter.normal_(0, 1.5 / parameter.shape[-1] ** 0.5)
     model.save_pretrained(folder)
     return model
