@@ -74,15 +74,16 @@ def rms_norm(
 
 
 def norm_residual(
-    y: Tensor, weight: Tensor, eps: float, residual: Tensor, factor: Tensor | None = None, out: Tensor | None = None, *,
+    y: Tensor, weight: Tensor, eps: float, residual: Tensor, out: Tensor | None = None, *, factor: Tensor | None = None,
     early: bool = False, pdl: bool = False, check: bool = True,
 ) -> Tensor:  # fmt: skip
     """factor · (residual + rms_norm(y, weight, eps)), all [T, H]: a norm after a layer, before its residual is added (Gemma).
 
-    factor: [1], None: 1. The sum is rounded before. `out` may be `y` or `residual`. `early` and `pdl` as for `rms_norm`.
+    factor: [1] of y's dtype, None: 1. The sum is rounded before. `out` may be `y` or `residual`. `early` and `pdl`: as for
+    `rms_norm`.
     """
     if check:
-        check_arguments("norm_residual", y=y, weight=weight, residual=residual, factor=factor, out=out)
+        check_arguments("norm_residual", y=y, weight=weight, residual=residual, out=out)
     out = torch.empty_like(y) if out is None else out
     _launch(y, weight, eps, out, residual, factor, None, False, early, pdl)
     return out

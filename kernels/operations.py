@@ -113,8 +113,7 @@ OPERATIONS = {
         ),
         Operation(
             "norm:norm_residual", what="RMSNorm and residual", cost="residual_cost", cases="CASES",
-            arguments="y: [T, H] activations, weight: [H: norm] of y, eps: float, residual: [T, H] of y, "
-            "factor?: [1] of y = None -> out: [T, H] of y",
+            arguments="y: [T, H] activations, weight: [H: norm] of y, eps: float, residual: [T, H] of y -> out: [T, H] of y",
         ),
         Operation(
             "norm:rms_norm_quantize", what="RMSNorm and FP8 quantization", cost="quantized_cost", cases="CASES",

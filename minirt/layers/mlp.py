@@ -80,7 +80,7 @@ def triton_add(layer: "MLP | Attention", x: Tensor, y: Tensor) -> Tensor:
     factor = None if values is None else values.weight
     if post_norm is not None and layer.residual_multiplier == 1:
         early = triggers_early(x)
-        return norm_residual(y, post_norm.weight, eps, x, factor, out=y, early=early, pdl=pdl, check=False)
+        return norm_residual(y, post_norm.weight, eps, x, out=y, factor=factor, early=early, pdl=pdl, check=False)
     y = y if post_norm is None else rms_norm(y, post_norm.weight, eps, out=y, pdl=pdl, check=False)
     y = torch.add(x, y, alpha=layer.residual_multiplier, out=y)
     return y if factor is None else y.mul_(factor)

@@ -224,6 +224,6 @@ def mlp_and_moe_triton(layer: MLPAndMoE) -> Forward:
         )  # fmt: skip
         side.join()
         norm_residual(y, layer.experts_post.weight, eps, dense, out=y, check=False)
-        return norm_residual(y, layer.post_norm.weight, eps, x, layer.factor.weight, out=y, pdl=pdl, check=False)
+        return norm_residual(y, layer.post_norm.weight, eps, x, out=y, factor=layer.factor.weight, pdl=pdl, check=False)
 
     return forward

@@ -36,14 +36,14 @@ def test_norm_residual(case, dtype, make, nan, agrees):
     """Catches a residual that is normalized, multiplied by the weight, or of another row; a result rounded as if it were 0."""
     T, H = case["T"], case["H"]
     y, residual, weight = make(T, H, dtype=dtype, scale=3.0), make(T, H, dtype=dtype, scale=5.0), make(H, dtype=dtype)
-    out = kernel.norm_residual(y, weight, 1e-5, residual, out=nan(T, H, dtype=dtype))
+    out = kernel.norm_residual(y, weight, 1e-5, residual, nan(T, H, dtype=dtype))
     exact = residual.double() + truth(y, weight, 1e-5)
     agrees(out, reference.norm_residual(y, weight, 1e-5, residual), exact)
     for name in ("y", "residual"):  # in place
         inputs = {"y": y.clone(), "residual": residual.clone()}
         assert torch.equal(kernel.norm_residual(weight=weight, eps=1e-5, out=inputs[name], **inputs), out)
     factor = make(1, dtype=dtype)
-    out = kernel.norm_residual(y, weight, 1e-5, residual, factor, nan(T, H, dtype=dtype))
+    out = kernel.norm_residual(y, weight, 1e-5, residual, nan(T, H, dtype=dtype), factor=factor)
     agrees(out, reference.norm_residual(y, weight, 1e-5, residual, factor), exact * factor.double())
     assert kernel.norm_residual(y[:0], weight, 1e-5, residual[:0]).shape == (0, H)
     raises("residual: wrong shape", kernel.norm_residual, y, weight, 1e-5, residual[:, :-1].contiguous())
