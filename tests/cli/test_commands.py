@@ -727,7 +727,7 @@ def test_models(run, monkeypatch):
     assert presets["Llama-3.1-8B-Instruct"]["hub_id"] == "meta-llama/Llama-3.1-8B-Instruct"
     assert presets["Qwen3-14B"]["fits_with"] == "--quantize int4", "FP8 weights need compute capability 8.9"
     assert presets["Qwen3-30B-A3B"]["fits_with"] == "--quantize int4"
-    assert len(presets) == len(record["models"]) == 66
+    assert len(presets) == len(record["models"]) == 72
     for module in ("minirt.device", "minirt.loading.memory"):
         monkeypatch.setattr(f"{module}.free_memory", lambda device: 20 << 30)
     out = run("models", "--device", "cpu")[1]

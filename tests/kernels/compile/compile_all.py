@@ -375,14 +375,18 @@ MIXTURES = ((128, 2048, 768, (1, 3, 9, 40, 200, 400, 800, 1100)), (60, 2052, 700
 
 
 def experts_16(calls: Calls) -> None:
-    """Mixtures of experts with weights of the activations' dtype (16 or 32 bits), and the router."""
+    """Mixtures of experts with weights of the activations' dtype and the router; one has factors, no residual."""
     empty, pdl = calls.empty, calls.pdl
     for many, hidden, inter, steps in MIXTURES:
         gate_up, down, norm_weight = empty(many, 2 * inter, hidden), empty(many, hidden, inter), empty(hidden)
+        factors = empty(many) if many == 60 else None
         for T in steps:
             h = empty(T, hidden)
             parts = moe.router_logits(h, norm_weight, 1e-6, empty(many, hidden), 8, pdl=pdl)
-            moe.mixture_residual(h, parts, gate_up, down, h, 8, True, "silu", norm_weight=norm_weight, pdl=pdl)
+            moe.mixture_residual(
+                h, parts, gate_up, down, h if factors is None else None, 8, True, "silu", norm_weight=norm_weight,
+                factors=factors, pdl=pdl,
+            )  # fmt: skip
 
 
 def experts_fp8(calls: Calls) -> None:
