@@ -56,6 +56,11 @@ class MoE(Layer):
             self.shared_down = PackedLinear([Part(f"{shared}.down_proj", h)], shared_i)
             self.shared_gate = PackedLinear([Part(shared_gate, 1)], h, quantizable=False)
 
+    @property
+    def norm_of_router(self) -> Values:
+        """The norm of the router's input."""
+        return self.norm
+
     def linear_ops(self) -> Sequence[LinearOp]:
         experts = self.moe.num_experts, self.moe.experts_per_token
         ops = [LinearOp(self.router), LinearOp(self.gate_up, gated=True, experts=experts), LinearOp(self.down, experts=experts)]
@@ -168,6 +173,10 @@ class MLPAndMoE(MoE):
         self.mlp_post, self.experts_post = (NormWeight(f"{prefix}.post_{norm}_{i}", h) for i in (1, 2))
         self.post_norm = NormWeight(f"{prefix}.post_{norm}", h, typical=OF_ADDED)
         self.factor = Values(f"{prefix}.layer_scalar", (1,), (0.9, 1.1))
+
+    @property
+    def norm_of_router(self) -> Values:
+        return self.router_norm
 
     def linear_ops(self) -> Sequence[LinearOp]:
         return [*super().linear_ops(), LinearOp(self.mlp_gate_up, gated=True), LinearOp(self.mlp_down)]

@@ -9,6 +9,7 @@ from support.checkpoints import load
 from support.weights import InBlocks
 
 from minirt import models
+from minirt.bench.experts import expert_counts
 from minirt.errors import ConfigError
 from minirt.kernels import reference
 from minirt.kernels.reference import SharedExpert
@@ -344,10 +345,15 @@ def test_experts_beside_an_mlp(T: int, quantization: Quantization | None) -> Non
 
 
 def test_what_a_layer_with_both_states() -> None:
-    """Bytes of a token: three experts, the MLP, the router, norms and factors. The router's norm is scaled at load."""
+    """Bytes of a token: three experts, the MLP, the router, norms and factors. Experts by the router's norm, which is scaled at
+    load."""
     layer = beside_mlp()
     one, others = 3 * 48 * 37, 3 * 48 * 67 + 48 * 11 + 6 * 48 + 11 + 1
     assert layer.decode_read_bytes(torch.float32) == 4 * (3 * one + others)
     assert layer.flops(1) == 2 * (3 * one + 3 * 48 * 67 + 48 * 11)
+    h = x = values(300, 48)
+    h = h / (h.square().mean(1, keepdim=True) + layer.config.rms_norm_eps).sqrt() * layer.router_norm.weight
+    experts = (h @ layer.router.weight.T).topk(3).indices
+    assert expert_counts(layer, x).tolist() == torch.bincount(experts.flatten(), minlength=11).tolist()
     layer.router_norm.load("", torch.ones(48))
     assert torch.equal(layer.router_norm.weight, torch.full((48,), 48**-0.5))
