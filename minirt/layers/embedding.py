@@ -48,7 +48,7 @@ def _scaled(layer: Embedding, x: Tensor) -> Tensor:
     x = reference.rms_norm(x, None, layer.config.rms_norm_eps) if layer.normalized else x
     if layer.multiplier == 1.0:
         return x
-    return x * (torch.tensor(layer.multiplier, dtype=x.dtype).item() if layer.rounded else layer.multiplier)
+    return x * (torch.tensor(layer.multiplier, dtype=x.dtype, device="cpu").item() if layer.rounded else layer.multiplier)
 
 
 @register("embedding", "eager")
