@@ -19,7 +19,7 @@ from minirt.kernels.declaration import Argument, Declaration
 from minirt.kernels.gated_delta.operands import HEAD_DIMS
 from minirt.kernels.launch import require_fp8
 from minirt.kernels.operations import OPERATIONS
-from minirt.kernels.reference import FP8_BLOCK, INT4_CHUNK, INT4_GROUPS, block_rows
+from minirt.kernels.reference import FP8_BLOCK, INT4_CHUNK, INT4_GROUPS, WORDS, block_rows
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NAMED_DTYPES = {"fp32": torch.float32, "fp8": torch.float8_e4m3fn, "int32": torch.int32, "int64": torch.int64}
@@ -254,15 +254,17 @@ def check_linear(
 
 def check_mixture(
     sizes: dict[str, int], h: Tensor, gate_up: Tensor, down: Tensor, top_k: int, gate_up_scale: Tensor | None = None,
-    down_scale: Tensor | None = None, **rest: Any,
+    down_scale: Tensor | None = None, gate_up_bias: Tensor | None = None, **rest: Any,
 ) -> None:  # fmt: skip
-    """The weights of the experts are in one format, and their scales fit."""
+    """The weights of the experts are in one format, and their scales and biases fit."""
     E, H = sizes["E"], sizes["H"]
     if not 1 <= top_k <= E:
         raise InputError("wrong number", where="top_k", expected=f"from 1 to {E}", found=top_k)
     inter = gate_up.shape[1] // 2 if gate_up.dtype == torch.int16 else down.shape[2]
     _check_weight("down", down, "down_scale", down_scale, (E, H), h, inter)
     _check_weight("gate_up", gate_up, "gate_up_scale", gate_up_scale, (E, 2 * inter), h, H, True)
+    if gate_up_bias is not None:
+        check_tensor("gate_up_bias", gate_up_bias, (E, 2 * inter), h.dtype, h.device)
     if gate_up_scale is not None and down_scale is not None and gate_up_scale.ndim != down_scale.ndim:
         shapes = f"{list(gate_up_scale.shape)}, {list(down_scale.shape)}"
         raise InputError("both scales are of rows or of blocks", where="gate_up_scale, down_scale", found=shapes)
@@ -275,17 +277,18 @@ def _check_weight(
     """Raise InputError unless a weight [rows, K], or of experts [E, rows, K], is in a format, and its scale fits.
 
     It has x's dtype; or float8_e4m3fn, with an fp32 scale for each row or for each block; or 4 bits in int16 words, with int32
-    scale words.
+    scale words or, in MXFP4, uint32 ones.
 
     Args:
         rows: the sizes before K; None: any.
         gated: the rows are gate and up.
     """
     experts, device = rows[:-1], x.device
-    if scale is not None and scale.dtype == torch.int32:
+    if scale is not None and scale.dtype in WORDS:
         check_tensor(name, weight, (*rows, -(-K // INT4_CHUNK) * (INT4_CHUNK // 4)), torch.int16, device)
-        check_tensor(scale_name, scale, (*experts, None, weight.shape[-2]), torch.int32, device, strided=bool(experts))
-        if scale.shape[-2] not in (groups := [-(-K // g) for g in INT4_GROUPS]):
+        check_tensor(scale_name, scale, (*experts, None, weight.shape[-2]), scale.dtype, device, strided=bool(experts))
+        sizes = INT4_GROUPS if scale.dtype == torch.int32 else (INT4_CHUNK,)
+        if scale.shape[-2] not in (groups := [-(-K // g) for g in sizes]):
             expected = " or ".join(map(str, groups))
             raise InputError("wrong number of groups", where=scale_name, expected=expected, found=scale.shape[-2])
         return

@@ -121,9 +121,14 @@ class Workspace:
 
     Allocated once, before any CUDA graph is captured, and passed to the kernels of one stream, which run one after the other.
     Each kernel leaves the counters at zero.
+
+    invariant: whether kernels add in an order that does not depend on the number of rows (`SumOrder.invariant`).
     """
 
-    def __init__(self, device: torch.device | str, num_floats: int = 1 << 22, num_counters: int = 1 << 14) -> None:
+    def __init__(
+        self, device: torch.device | str, num_floats: int = 1 << 22, num_counters: int = 1 << 14, *, invariant: bool = False
+    ) -> None:
+        self.invariant = invariant
         self._sums = torch.empty(num_floats, dtype=torch.float32, device=device)
         self._counters = torch.zeros(num_counters, dtype=torch.int32, device=device)
         self._stats = dict[int, Tensor]()  # views of `_sums`, by offset: to make one takes long, and layers need the same

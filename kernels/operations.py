@@ -213,7 +213,8 @@ OPERATIONS = {
             arguments="h: [T, H] activations, logits: [T, E] of h, gate_up: [E, any, any] any dtype, "
             "down: [E, any, any] any dtype, residual: [T, H] of h, top_k: int, normalize: bool, activation: activation, "
             "norm_weight?: [H: norm] of h = None, eps: float = 0.0, "
-            "gate_up_scale?: [E, ...] any dtype together with down_scale = None, down_scale?: [E, ...] any dtype = None "
+            "gate_up_scale?: [E, ...] any dtype together with down_scale = None, down_scale?: [E, ...] any dtype = None, "
+            "gate_up_bias?: [E, any] of h = None, down_bias?: [E, H] of h = None, limit: float = 0.0, alpha: float = 1.0 "
             "-> out: [T, H] of h",
             check="checks:check_mixture", cost="cost", cases="moe.products:CASES",
         ),

@@ -21,6 +21,8 @@ FP8_BLOCK = 128  # rows and columns of a block with one scale
 INT4_CHUNK = 128  # columns that are packed together
 INT4_GROUPS = (128, 64, 32)  # columns that share a scale
 INT4_ZERO = 8  # the zero point of symmetric weights
+WORDS = (torch.int32, torch.uint32)  # dtypes of the scale words of weights of 4 bits: of integers, of MXFP4
+MX_GROUP = 32  # columns that share a scale in MXFP4
 FEW_TOKENS = 4  # the most that `few_tokens` calls few
 _EXACT_SCORES = 1 << 24  # scores that `_exact_attention` holds at a time
 
@@ -70,12 +72,13 @@ def linear(
     """x [T, K] · weightᵀ [N, K] + bias [N] → [T, N].
 
     With `scale` fp32 the weight is fp8: `scale` [N] see `linear_fp8`, `scale` [S, ⌈K / 128⌉] see `linear_fp8_blocks`. With
-    `scale` int32 it has 4 bits, see `dequantize_int4`, and activations are never quantized.
+    `scale` int32 it has 4 bits, see `dequantize_int4`, with uint32 `dequantize_mxfp4`; activations are then never quantized.
     """
     if scale is None:
         return F.linear(x, weight, bias)
-    if scale.dtype == torch.int32:
-        return F.linear(x, dequantize_int4(weight, scale, x.shape[1], x.dtype), bias)
+    if scale.dtype in WORDS:
+        dequantize = dequantize_int4 if scale.dtype == torch.int32 else dequantize_mxfp4
+        return F.linear(x, dequantize(weight, scale, x.shape[1], x.dtype), bias)
     product = linear_fp8 if scale.ndim == 1 else linear_fp8_blocks
     return product(x, weight, scale, bias, quantize)
 
@@ -213,14 +216,62 @@ def quantize_int4(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     return codes.to(torch.uint8).flatten(1)[:, :K], scale.squeeze(2), zero.squeeze(2).to(torch.int32)
 
 
+def pack_mxfp4_scale(exponents: Tensor) -> Tensor:
+    """E8M0 bytes [N, ⌈K / 32⌉] uint8 → scale words [⌈K / 128⌉, N] uint32. Byte j of a word is that of columns 32j … 32j + 31."""
+    words = F.pad(exponents, (0, -exponents.shape[1] % (INT4_CHUNK // MX_GROUP))).contiguous().view(torch.int32)
+    return words.T.contiguous().view(torch.uint32)
+
+
+def dequantize_mxfp4(words: Tensor, scale: Tensor, K: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """e2m1 · 2^(e8m0 − 127) of packed words [N, ⌈K / 128⌉ · 32] and scale words [⌈K / 128⌉, N] uint32 → [N, K] in `dtype`.
+
+    Exact in bf16, denormal numbers included, but for numbers of 2^128 and more, which are infinite; so they are in fp32.
+    """
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    codes = unpack_int4(words, -(-K // INT4_CHUNK) * INT4_CHUNK).unflatten(1, (-1, MX_GROUP)).to(torch.int32)
+    exponent, half = codes >> 1 & 3, (codes & 1) * 0.5
+    values = torch.where(exponent == 0, half, torch.ldexp(1 + half, exponent - 1)).to(wide)
+    exponents = scale.view(torch.int32).T.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    powers = torch.ldexp(values.new_ones(exponents.shape), exponents.to(torch.int32) - 127)
+    return (torch.where(codes > 7, -values, values) * powers.unsqueeze(2)).to(dtype).flatten(1)[:, :K]
+
+
+def quantize_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [N, K] → E2M1 codes [N, K] and E8M0 bytes [N, ⌈K / 32⌉], both uint8.
+
+    Of the two powers of two that map a group's largest magnitude to more than 3 and less than 8, the one with the smaller sum of
+    squared errors. Values are rounded to the nearest, ties to the even code; those above 6 become 6.
+    """
+    K = x.shape[1]
+    values = F.pad(x.float(), (0, -K % MX_GROUP)).unflatten(1, (-1, MX_GROUP))
+    largest = values.abs().amax(2, keepdim=True)
+    lower = (torch.frexp(largest).exponent - 3).clamp(-126, 124)  # largest = m · 2^e with m in [0.5, 1), so 4 … 8 of this power
+    levels = values.new_tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+    middles = (levels[1:] + levels[:-1]) / 2
+
+    def rounded(exponent: Tensor) -> tuple[Tensor, Tensor]:
+        scaled = torch.ldexp(values.abs(), -exponent)
+        low, high = torch.bucketize(scaled, middles, right=False), torch.bucketize(scaled, middles, right=True)
+        codes = torch.where(low % 2 == 0, low, high)  # they differ on a tie
+        return codes, (torch.ldexp(levels[codes], exponent) - values.abs()).square().sum(2, keepdim=True)
+
+    (codes, error), (other, error_of_other) = rounded(lower), rounded(lower + 1)
+    better = error_of_other < error
+    codes = torch.where(better, other, codes) | torch.signbit(values).to(torch.int64) << 3
+    return codes.to(torch.uint8).flatten(1)[:, :K], (lower + better + 127).squeeze(2).to(torch.uint8)
+
+
 def quantize_weight(weight: Tensor, format: str, part: int | None = None) -> tuple[Tensor, Tensor]:
-    """A weight [N, K] in "fp8", "fp8_blocks" or "int4", and its scales as `linear` takes them.
+    """A weight [N, K] in "fp8", "fp8_blocks", "int4" or "mxfp4", and its scales as `linear` takes them.
 
     part: rows of gate, of up, or of an expert: no block has rows of two parts. None: blocks have 128 rows.
     """
     if format == "int4":
         codes, scale, zero = quantize_int4(weight, INT4_CHUNK)
         return pack_int4(codes), pack_int4_scale(scale, zero)
+    if format == "mxfp4":
+        codes, exponents = quantize_mxfp4(weight)
+        return pack_int4(codes), pack_mxfp4_scale(exponents)
     if format == "fp8":
         return quantize_fp8(weight)
     values, scale = quantize_fp8_blocks(weight, -(-len(weight) // math.gcd(FP8_BLOCK, part or FP8_BLOCK)))
@@ -233,9 +284,16 @@ def int4_group(K: int, groups: int) -> int:
     return next(g for g in INT4_GROUPS if -(-K // g) == groups)
 
 
-def gated(gate_up: Tensor, activation: str) -> Tensor:
-    """act(gate) · up for `gate_up` [T, 2I], gate in the first half → [T, I] (SwiGLU: Shazeer 2020)."""
+def gated(gate_up: Tensor, activation: str, limit: float = 0.0, alpha: float = 1.0) -> Tensor:
+    """act(gate) · up for `gate_up` [T, 2I], gate in the first half → [T, I] (SwiGLU: Shazeer 2020).
+
+    With a limit, the clamped SwiGLU of gpt-oss instead: (up + 1) · gate · sigmoid(alpha · gate), after gate is bounded by limit,
+    and up by −limit and limit.
+    """
     gate, up = gate_up.chunk(2, dim=-1)
+    if limit:
+        gate = gate.clamp(max=limit)
+        return (up.clamp(-limit, limit) + 1) * (gate * torch.sigmoid(gate * alpha))
     return ACTIVATE[activation](gate) * up
 
 
@@ -343,6 +401,7 @@ def computes_shared(
 def mixture(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, activation: str,
     gate_up_scale: Tensor | None = None, down_scale: Tensor | None = None, quantize: bool | None = None,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, limit: float = 0.0, alpha: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """Σ_j weights[t, j] · expert_{experts[t, j]}(x[t]), expert_e(x) = down_e · gated(gate_up_e · x) → [T, H].
 
@@ -354,6 +413,7 @@ def mixture(
         gate_up: [E, 2I, H]. down: [E, H, I].
         gate_up_scale, down_scale: scales of FP8 weights, [E, 2I] and [E, H]; of blocks [E, 2I / g, ⌈H / 128⌉] and
             [E, ⌈H / g⌉, ⌈I / 128⌉].
+        gate_up_bias, down_bias: [E, 2I] and [E, H], biases of each expert's products. limit, alpha: see `gated`.
     """
     T, k = experts.shape
     out, quantize = torch.zeros_like(x), not few_tokens(T, k, gate_up.shape[0]) if quantize is None else quantize
@@ -367,8 +427,9 @@ def mixture(
         start += count
         tokens = pairs // k
         scales = (None, None) if gate_up_scale is None or down_scale is None else (gate_up_scale[e], down_scale[e])
-        h = gated(linear(x[tokens], gate_up[e], scale=scales[0], quantize=quantize), activation)
-        y = linear(h, down[e], scale=scales[1], quantize=quantize) * weights.flatten()[pairs, None]
+        biases = [None if bias is None else bias[e] for bias in (gate_up_bias, down_bias)]
+        h = gated(linear(x[tokens], gate_up[e], biases[0], scales[0], quantize), activation, limit, alpha)
+        y = linear(h, down[e], biases[1], scales[1], quantize) * weights.flatten()[pairs, None]
         out.index_add_(0, tokens, y)
     return out
 
@@ -376,11 +437,13 @@ def mixture(
 def mixture_residual(
     h: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, residual: Tensor, top_k: int, normalize: bool, activation: str,
     norm_weight: Tensor | None = None, eps: float = 0.0, gate_up_scale: Tensor | None = None, down_scale: Tensor | None = None,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, limit: float = 0.0, alpha: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """residual + `mixture` of the experts that `route` chooses, of the normalized h (unless norm_weight is None)."""
     h = h if norm_weight is None else rms_norm(h, norm_weight, eps)
     weights, experts = route(logits, top_k, normalize)
-    return residual + mixture(h, weights, experts, gate_up, down, activation, gate_up_scale, down_scale)
+    rest = gate_up_scale, down_scale, None, gate_up_bias, down_bias, limit, alpha
+    return residual + mixture(h, weights, experts, gate_up, down, activation, *rest)
 
 
 def rope(x: Tensor, cos_sin: Tensor | None, scales: Tensor | None = None) -> Tensor:
@@ -483,7 +546,7 @@ def _gather(pages: Tensor, scales: Tensor | None, slots: Tensor, dtype: torch.dt
 def paged_attention(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, query_lens: Sequence[int],
     seq_lens: Sequence[int], scale: float, k_scales: Tensor | None = None, v_scales: Tensor | None = None,
-    window: int | None = None,
+    window: int | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention of each sequence's new tokens on its cached tokens, the new ones included.
 
@@ -497,6 +560,7 @@ def paged_attention(
         query_lens, seq_lens: [B], the numbers of new and of cached tokens of each sequence, the new ones cached too.
         scale: factor of the scores.
         window: each token sees itself and the window − 1 tokens before it; None: all tokens before it.
+        sinks: [Nq], a further score of each head, of a token whose V is 0; None: there is none.
     """
     out = torch.empty_like(q)
     starts = list(accumulate(query_lens, initial=0))
@@ -513,7 +577,7 @@ def paged_attention(
             slots = slots.where(inside, slots.gather(1, ends.long() - 1))  # what is hidden may be NaN: it reads the last token
             mask = inside[:, None, None] if mask is None else mask & inside[:, None, None]
         k, v = (_gather(*pages, slots, q.dtype).transpose(1, 2) for pages in cached)
-        out[rows] = _attention(q[rows].unsqueeze(2), k, v, scale, mask).squeeze(2)
+        out[rows] = _attention(q[rows].unsqueeze(2), k, v, scale, mask, sinks=sinks).squeeze(2)
     for i, new in enumerate(query_lens):
         if new > 1:
             rows, total = slice(starts[i], starts[i] + new), seq_lens[i]
@@ -526,7 +590,7 @@ def paged_attention(
                 mask = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
                 mask = mask if window is None else mask.triu(total - new - window + 1)
             queries = q[rows].transpose(0, 1).unsqueeze(0)
-            out[rows] = _attention(queries, k, v, scale, mask, causal=mask is None)[0].transpose(0, 1)
+            out[rows] = _attention(queries, k, v, scale, mask, causal=mask is None, sinks=sinks)[0].transpose(0, 1)
     return out
 
 
@@ -547,11 +611,16 @@ def _slots(tables: Tensor, lens: list[int], page_size: int) -> tuple[Tensor, Ten
     return tables.gather(1, t // page_size).long() * page_size + t % page_size, mask
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, causal: bool = False) -> Tensor:
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, causal: bool = False, sinks: Tensor | None = None
+) -> Tensor:
     """softmax(q · kᵀ · scale) · v: q [B, Nq, T, D], k and v [B, Nkv, L, D] → [B, Nq, T, D].
 
     `mask`, [T, L] or [B, 1, 1, L], is True where a row sees a token.
     """
+    if sinks is not None:
+        masks = [mask if mask is None or mask.ndim == 2 else mask[i, 0] for i in range(q.shape[0])]
+        return torch.stack([_exact_attention(q[i], k[i], v[i], scale, seen, causal, sinks) for i, seen in enumerate(masks)])
     grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
     # On a CPU, PyTorch's function returns finite numbers for many scores that are NaN or infinite. On a GPU, a look would sync.
@@ -569,18 +638,24 @@ def _finite_scores(q: Tensor, k: Tensor) -> bool:
     return bound < 3e38  # 10% below the largest fp32 number, since norms are rounded
 
 
-def _exact_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, causal: bool) -> Tensor:
+def _exact_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, causal: bool, sinks: Tensor | None = None
+) -> Tensor:
     """`_attention` of one sequence in single fp32 operations, which keep NaN and infinities, some queries at a time."""
-    nkv, length = k.shape[0], k.shape[1]
+    nkv, length, wide = k.shape[0], k.shape[1], torch.promote_types(q.dtype, torch.float32)
     if causal:
         mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
     out = torch.empty_like(q)
     step = max(1, _EXACT_SCORES // (q.shape[0] * length))
     for start in range(0, q.shape[1], step):
         rows = slice(start, start + step)
-        queries = q[:, rows].float().unflatten(0, (nkv, -1))  # [Nkv, Nq / Nkv, T, D]
-        scores = queries @ k.float().unsqueeze(1).mT * scale
+        queries = q[:, rows].to(wide).unflatten(0, (nkv, -1))  # [Nkv, Nq / Nkv, T, D]
+        scores = queries @ k.to(wide).unsqueeze(1).mT * scale
         if mask is not None:
             scores = scores.masked_fill(~mask[rows], -torch.inf)
-        out[:, rows] = (scores.softmax(-1) @ v.float().unsqueeze(1)).flatten(0, 1).to(q.dtype)
+        if sinks is not None:
+            further = sinks.to(wide).view(nkv, -1, 1, 1).expand(*scores.shape[:3], 1)
+            scores = torch.cat((scores, further), -1)
+        probabilities = scores.softmax(-1)[..., :length]
+        out[:, rows] = (probabilities @ v.to(wide).unsqueeze(1)).flatten(0, 1).to(q.dtype)
     return out

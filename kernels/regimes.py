@@ -83,6 +83,8 @@ class SumOrder:
         splits: whether several programs may each compute a part of K. The parts are added in their order.
         by_tokens: whether the order depends on the number of tokens of the step, within the regime: through the split, or the
             length of a step in K. In attention: on the number of sequences, or of a sequence's new tokens.
+        invariant: whether, with an invariant `Workspace`, it has the order that all kernels of the table have then, for any
+            number of rows: products in ascending K, in parts of `product.part_of` elements, attention in KV splits.
         accumulator: of the sums. "fp32"; "fp32 steps": for FP8, whose MMA keeps fewer bits, steps in K are added in fp32.
     """
 
@@ -90,6 +92,7 @@ class SumOrder:
     splits: bool = False
     by_tokens: bool = False
     accumulator: Literal["fp32", "fp32 steps"] = "fp32"
+    invariant: bool = False
 
 
 @dataclass(frozen=True, eq=False)  # equal only to itself, so that a table of regimes is hashed in no time
@@ -105,7 +108,7 @@ class Regime:
         padded: size → the size that the kernel pads it to, at the same cost. None: it does not pad.
         capability: the only compute capability that it is for, such as 90; None: any. Warm-up and buckets use it on every GPU.
         limits: what the kernel computes. None: not declared. Dispatch chooses by them: of linear layers, by the weight's format.
-        sums: the order in which it adds. None: not declared, or it adds nothing. Nothing chooses by it yet.
+        sums: the order in which it adds. None: not declared, or it adds nothing.
     """
 
     kernel: str
@@ -137,12 +140,15 @@ RegimeKind = TypeVar("RegimeKind", bound=Regime)
 
 
 @lru_cache(4096)
-def covering(table: tuple[RegimeKind, ...], size: int, capability: int, format: str | None = None) -> tuple[RegimeKind, ...]:
+def covering(
+    table: tuple[RegimeKind, ...], size: int, capability: int, format: str | None = None, invariant: bool = False
+) -> tuple[RegimeKind, ...]:
     """The regimes of a table that cover a size on a compute capability. Cached: every launch asks.
 
     format: of the weight, as in `Limits.formats`: regimes that declare others are left out. None: any.
+    invariant: only those with `SumOrder.invariant`.
     """
-    regimes = (regime for regime in table if regime.covers(size, capability))
+    regimes = (r for r in table if r.covers(size, capability) and (not invariant or (r.sums is not None and r.sums.invariant)))
     return tuple(r for r in regimes if format is None or r.limits is None or format in r.limits.formats)
 
 

@@ -17,8 +17,8 @@ class SideStream:
     `workspace`: of kernels within `fork`, as they must not share one with kernels beside them.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.workspace = Workspace(device)
+    def __init__(self, device: torch.device, *, invariant: bool = False) -> None:
+        self.workspace = Workspace(device, invariant=invariant)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @contextmanager

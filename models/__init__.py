@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from minirt.layers import Layer
 
 _TYPES = (
-    "exaone4", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "granite", "hunyuan_v1_dense", "llama",
-    "ministral3", "mistral", "mistral3", "muse_glimmer", "muse_glimmer_text", "olmo3", "phi3", "qwen2", "qwen2_5_vl",
+    "exaone4", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "gpt_oss", "granite", "hunyuan_v1_dense",
+    "llama", "ministral3", "mistral", "mistral3", "muse_glimmer", "muse_glimmer_text", "olmo3", "phi3", "qwen2", "qwen2_5_vl",
     "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl",
     "seed_oss", "smollm3",
 )  # fmt: skip

@@ -104,15 +104,18 @@ def decoder_config(
     return config
 
 
+def num_experts(fields: Fields) -> int:
+    """The number of experts: the field has two names, which must agree."""
+    given = {name: fields.integer(name) for name in EXPERT_FIELDS if fields.get(name) is not None}
+    return _once(fields, given) or fields.integer(EXPERT_FIELDS[0])
+
+
 def moe_config(fields: Fields, *, shared_expert: bool = False, normalize: bool = False) -> MoEConfig:
     """Read a `MoEConfig`. The sizes are required; other absent fields take the defaults of transformers.
 
     `normalize` is the default of `norm_topk_prob`.
-
-    The number of experts is `num_experts` or `num_local_experts`, which must agree.
     """
-    given = {name: fields.integer(name) for name in EXPERT_FIELDS if fields.get(name) is not None}
-    experts = _once(fields, given) or fields.integer(EXPERT_FIELDS[0])
+    experts = num_experts(fields)
     shared = fields.integer("shared_expert_intermediate_size") if shared_expert else 0
     dense, count = fields.integers_or_none("mlp_only_layers") or (), fields.integer("num_hidden_layers")
     if absent := [number for number in dense if number >= count]:

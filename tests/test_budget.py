@@ -14,30 +14,30 @@ lines = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(lines)
 
 # What one reads to know how a token is made: the rooms of `lines.CORE` together.
-CORE = 11_031  # windows and eight families; seams of hooks
+CORE = 11_194  # windows and nine families; seams of hooks; MXFP4; batch invariance
 BUDGET = {
     "minirt": 2_060,  # `Generator.profile`, functions by name
-    "minirt/engine": 3_367,  # cache groups: pages of layers with windows, freed behind them
+    "minirt/engine": 3_378,  # captures without garbage collection; cache groups: pages of layers with windows, freed behind them
     "minirt/step": 447,  # page tables by cache group
-    "minirt/layers": 908,  # windows, factors, norms of Q, K and V, norms of the families below; an MLP and experts side by side
-    "minirt/modeling": 1_563,  # windows by layer, and seven families' settings
-    "minirt/loading": 1_588,  # the memory of windows; tensors of sound
+    "minirt/layers": 921,  # windows, factors, norms of Q, K, V; sinks, biases of experts; experts beside an MLP
+    "minirt/modeling": 1_642,  # windows by layer, and eight families' settings; MXFP4
+    "minirt/loading": 1_618,  # the memory of windows; experts in MXFP4; tensors of sound
     "minirt/speculative": 296,
-    "models": 802,  # Granite, Phi, Seed-OSS, Hunyuan, OLMo 3, EXAONE 4, Muse-Glimmer, Gemma 4
+    "models": 832,  # Granite, Phi, Seed-OSS, Hunyuan, OLMo 3, EXAONE 4, Muse-Glimmer, gpt-oss, Gemma 4
     "models/recipe": 731,
-    "kernels": 12_611,  # windows in every attention kernel; heads of 512 channels, norms of V; factors of experts
+    "kernels": 13_032,  # windows in every attention kernel; sinks, MXFP4, biases and factors of experts; heads of 512
     "minirt/hooks": 375,  # hidden states and logits, edits, logits processors
     "minirt/profiling": 249,  # of `bench`: `Generator.profile`; bytes of windows
     "minirt/precompile": 39,  # `minirt compile`
     "minirt/server": 2_815,  # `/ready`; `reasoning_strength`
-    "minirt/text": 2_665,  # addressed messages and calls of Muse-Glimmer; channels of Gemma 4
-    "minirt/structured": 1_193,
-    "minirt/cli": 2_805,  # `minirt profile`
+    "minirt/text": 2_736,  # addressed messages and calls of Muse-Glimmer; harmony; channels of Gemma 4
+    "minirt/structured": 1_200,  # grammars after the header of a message
+    "minirt/cli": 2_816,  # `minirt profile`; presets with one release
     "minirt/nn": 367,
     "minirt/patching": 629,
-    "bench": 6_156,
+    "bench": 6_157,
     "examples": 241,  # logit lens, linear probe, steering vector, a profile, a bad layer
-    "tests": 40_129,  # windows against transformers, seven families; addressed messages
+    "tests": 40_810,  # MXFP4, gpt-oss and Gemma 4; windows against transformers, seven families; addressed messages
 }
 
 

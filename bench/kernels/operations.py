@@ -271,10 +271,11 @@ class Operands:
         FP8 activations are quantized outside the timed product. `quantized` says whether the operation excludes that too. For
         weights in blocks PyTorch has no product.
         """
-        if self.scale is None or self.scale.dtype == torch.int32:
+        if self.scale is None or self.scale.dtype in reference.WORDS:
             weight, lacks = self.weight, self.lacks
             if self.scale is not None:
-                weight = reference.dequantize_int4(weight, self.scale, self.linear.K, self.x.dtype)
+                dequantize = reference.dequantize_int4 if self.scale.dtype == torch.int32 else reference.dequantize_mxfp4
+                weight = dequantize(weight, self.scale, self.linear.K, self.x.dtype)
                 lacks = ", ".join(filter(None, (lacks, "4-bit weights")))
             return {"library": Form(lambda: F.linear(self.x, weight, self.bias), lacks)}
         if self.scale.ndim == 2:

@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("old")
     parser.add_argument("new")
     parser.add_argument("--model", default="Qwen2.5-7B")
-    parser.add_argument("--quantize", choices=("fp8", "int4"), dest="quantization")
+    parser.add_argument("--quantize", choices=("fp8", "int4", "mxfp4"), dest="quantization")
     parser.add_argument("--pairs", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=5, help="decode runs in each measurement; prompts take 12 times as many")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)

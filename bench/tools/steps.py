@@ -57,7 +57,7 @@ def measure(model: str, quantization: str | None) -> None:
 def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_options(parser)
-    parser.add_argument("--quantize", choices=("fp8", "int4"))
+    parser.add_argument("--quantize", choices=("fp8", "int4", "mxfp4"))
     options = parser.parse_args(words)
     if options.quantize and options.stored:
         parser.error("--quantize is for 16-bit weights; --stored weights are quantized already")

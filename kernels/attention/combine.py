@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from minirt.kernels.attention.constants import Constants
-from minirt.kernels.attention.online_softmax import existing, gate_output, store_channels
+from minirt.kernels.attention.online_softmax import close, existing, gate_output, store_channels
 from minirt.kernels.attention.operands import AttentionInput
 from minirt.kernels.launch import cdiv, launch_options, sm_count
 from minirt.kernels.prepared import prepared
@@ -18,7 +18,7 @@ PROGRAMS = 12  # programs that fit on an SM
 
 @triton.jit
 def merge(results, first, step, count, head, C):
-    """Combine `count` partial results of a head (those of the parts first, first + step, …) in order → its sum [1, D], total [1].
+    """Combine `count` partial results of a head (those of the parts first, first + step, …) in order → sum, total, maximum.
 
     A part has QUERIES · NQ partial results; `head` is the number of one of them.
     Fastest with one warp for 128 channels: each thread has the same channels of all partial results, so none waits for another.
@@ -31,15 +31,27 @@ def merge(results, first, step, count, head, C):
         s = begin + tl.arange(0, BLOCK_S)
         at = (first + s * step).to(tl.int64) * (C.NQ * C.QUERIES) + head
         row_stats = tl.load(results.row_stats + 2 * at, mask=s < count, other=float("-inf"))
-        totals = tl.load(results.row_stats + 2 * at + 1, mask=s < count, other=0.0)
-        sums = tl.load(results.sums + at[:, None] * C.D + d, mask=existing((s < count)[:, None], d, C.D), other=0.0)
         new_row_max = tl.maximum(row_max, tl.max(row_stats, 0))
         rescale = tl.exp2(row_max - new_row_max)
-        weights = tl.exp2(row_stats - new_row_max)
-        total = total * rescale + tl.sum(weights * totals, 0)
-        acc = acc * rescale[:, None] + tl.sum(weights[:, None] * sums, 0)[None, :]
+        if C.INVARIANT:  # as `add_split` does
+            total *= rescale
+            acc *= rescale[:, None]
+            for i in tl.static_range(BLOCK_S):
+                one = begin + i + tl.zeros((1,), tl.int32)
+                part = (first + one * step).to(tl.int64) * (C.NQ * C.QUERIES) + head
+                weight = tl.exp2(tl.load(results.row_stats + 2 * part, mask=one < count, other=float("-inf")) - new_row_max)
+                total += weight * tl.load(results.row_stats + 2 * part + 1, mask=one < count, other=0.0)
+                stored = existing((one < count)[:, None], d, C.D)
+                sums = tl.load(results.sums + part[:, None] * C.D + d, mask=stored, other=0.0)
+                acc += weight[:, None] * sums
+        else:
+            totals = tl.load(results.row_stats + 2 * at + 1, mask=s < count, other=0.0)
+            sums = tl.load(results.sums + at[:, None] * C.D + d, mask=existing((s < count)[:, None], d, C.D), other=0.0)
+            weights = tl.exp2(row_stats - new_row_max)
+            total = total * rescale + tl.sum(weights * totals, 0)
+            acc = acc * rescale[:, None] + tl.sum(weights[:, None] * sums, 0)[None, :]
         row_max = new_row_max
-    return acc, total
+    return acc, total, row_max
 
 
 @triton.jit
@@ -76,7 +88,8 @@ def _combine_kernel(sequences, results, heads, C, PDL: tl.constexpr):
         for item in range(first_head, tl.minimum(first_head + heads, count)):
             query, head = item // C.NQ, item % C.NQ
             part = (head // C.GROUP * C.QUERIES + query) * C.GROUP + head % C.GROUP  # its number in a split: see `decode_few`
-            acc, total = merge(results, start, 1, splits, part, C)
+            acc, total, row_max = merge(results, start, 1, splits, part, C)
+            total = close(total, row_max, results, head, True)
             out = acc / tl.where(splits == 0, 1.0, total)[:, None]
             gated = tl.where(splits == 0, 0, C.D)  # the gate of padding may be NaN
             store_head(out, results, token + query, head, d, gated, C)

@@ -20,6 +20,7 @@ class Constants(NamedTuple):
             of a split.
         SHORTEST, PARTIAL: `shortest` and `partial` of an `AttentionInput`.
         GROUP: query heads that share a KV head.
+        INVARIANT: whether the order of sums is that of `AttentionInput.invariant`.
     """
 
     NQ: int
@@ -38,6 +39,7 @@ class Constants(NamedTuple):
     PARTIAL: int = 0
     QUERIES: int = 1
     GROUP: int = 1
+    INVARIANT: bool = False
 
     @classmethod
     def of(
@@ -50,5 +52,5 @@ class Constants(NamedTuple):
             raw, row, R = True, a.heads.stride(0), a.rope.channels
         return cls(
             Nq, Nkv, D, page_size, next_power_of_2(D), raw, row, R, BLOCK_M, BLOCK_N, BLOCK_B, SPLIT, SHORTEST, PARTIAL,
-            QUERIES, Nq // Nkv,
+            QUERIES, Nq // Nkv, a.invariant,
         )  # fmt: skip

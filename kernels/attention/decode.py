@@ -5,7 +5,7 @@ programs takes items from it in turn, so neither the grid nor a CUDA graph depen
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -17,6 +17,8 @@ from minirt.kernels.attention.limits import KV_SPLIT, MAX_GROUP
 from minirt.kernels.attention.online_softmax import (
     attend,
     blank,
+    block_n,
+    close,
     existing,
     fuses,
     gate_output,
@@ -26,6 +28,7 @@ from minirt.kernels.attention.online_softmax import (
     prepare,
     score,
     split_channels,
+    total_of,
     whole,
 )
 from minirt.kernels.attention.operands import FEW_SEQS, AttentionFacts, AttentionInput, decode_lookup_size, first_split
@@ -220,7 +223,7 @@ def _decode_kernel(heads, rope, pages, sequences, results, scores, B, table_widt
     for item in range(first_item, items, programs):
         begin = split * C.SPLIT
         limit = length - 1 if C.RAW else length  # tokens in the pages
-        row_max, total, acc = blank(C.BLOCK_M, C.BLOCK_D, FP8)
+        row_max, total, acc = blank(C.BLOCK_M, C.BLOCK_D, FP8, C.INVARIANT)
         q = no_queries(C.BLOCK_M, C.BLOCK_D, heads.dtype.element_ty, FP8)
         row_limit = tl.zeros((C.BLOCK_M,), tl.int32) + limit
         start, first_end, oldest, row_oldest = begin, C.SPLIT, None, None
@@ -268,9 +271,10 @@ def _decode_kernel(heads, rope, pages, sequences, results, scores, B, table_widt
                 q, (row_max, total, acc), pages, base * C.NKV + kv_head, slot, t, limit, row_limit, scores, C, True,
                 oldest, row_oldest,
             )  # fmt: skip
+        total = total_of(total)
         if length <= first_end:
             inside = existing(stored[:, None], d, C.D)
-            out = whole(acc) / tl.where(stored, total, 1.0)[:, None]
+            out = whole(acc) / tl.where(stored, close(total, row_max, results, head, True), 1.0)[:, None]
             out = gate_output(out, results, token, head[:, None], d, inside).to(results.out.dtype.element_ty)
             tl.store(results.out + ((token * C.NQ + head) * C.D)[:, None] + d, out, mask=inside)
         else:
@@ -328,6 +332,8 @@ def launch(a: AttentionInput) -> None:
     """Write `out` of sequences with one split, and partial results of the others. `dispatch` checks the operands before."""
     Nkv, B, device, lookup = a.head_shape[1], a.num_seqs, a.out.device, decode_lookup_size(a.num_seqs)
     c = FAMILY.lookup(device, a.facts(lookup))
+    if a.invariant:
+        c = replace(c, block_n=block_n(a))
     constants = Constants.of(a, BLOCK_M=MAX_GROUP, BLOCK_N=c.block_n, BLOCK_B=lookup, SPLIT=a.split)
     _decode_kernel[(max(1, min(a.max_splits, c.programs * sm_count(device) // Nkv)) * Nkv,)](
         a.heads, a.rope, a.pages.for_kernel(torch.int16), a.sequences, a.results(a.max_splits), a.scores.in_base_2(),

@@ -8,13 +8,27 @@ The tile has rows for the most tokens of any step (of wide heads, several progra
 does not depend on how many tokens the step's sequences have, and a token's result is the same with any number of drafts after it.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 
 from minirt.kernels.attention.constants import Constants
 from minirt.kernels.attention.decode import DecodeConfig, find_work_item, split_slots
-from minirt.kernels.attention.online_softmax import attend, blank, existing, fuses, gate_output, oldest_seen, prepare, whole
+from minirt.kernels.attention.online_softmax import (
+    attend,
+    blank,
+    block_n,
+    close,
+    existing,
+    fuses,
+    gate_output,
+    oldest_seen,
+    prepare,
+    total_of,
+    whole,
+)
 from minirt.kernels.attention.operands import AttentionFacts, AttentionInput, decode_lookup_size
 from minirt.kernels.compile.tuning import Family
 from minirt.kernels.launch import Gpu, cdiv, launch_options, most_registers, next_power_of_2, sm_count
@@ -74,7 +88,7 @@ def _decode_few_kernel(q_ptr, pages, sequences, results, scores, B, table_width,
         # no tokens is NaN, and their result is dropped.
         sees = row_limit > begin
         row_limit = tl.maximum(row_limit, begin + 1)
-        row_max, total, acc = blank(C.BLOCK_M, C.BLOCK_D, FP8)
+        row_max, total, acc = blank(C.BLOCK_M, C.BLOCK_D, FP8, C.INVARIANT)
         for first in range(first_token, end, C.BLOCK_N):
             base, slot = split_slots(numbers, first, begin, C.PAGE_SIZE, C.BLOCK_N)
             t = first + tl.arange(0, C.BLOCK_N)
@@ -82,8 +96,9 @@ def _decode_few_kernel(q_ptr, pages, sequences, results, scores, B, table_width,
                 q, (row_max, total, acc), pages, base * C.NKV + kv_head, slot, t, length, row_limit, scores, C, True,
                 oldest, row_oldest,
             )  # fmt: skip
+        total = total_of(total)
         if length <= first_end:
-            out = whole(acc) / tl.where(inside, total, 1.0)[:, None]
+            out = whole(acc) / tl.where(inside, close(total, row_max, results, head, True), 1.0)[:, None]
             out = gate_output(out, results, (start + query).to(tl.int64)[:, None], head[:, None], d, stored)
             tl.store(results.out + first_value + at, out.to(results.out.dtype.element_ty), mask=stored)
         else:
@@ -133,6 +148,8 @@ def launch(a: AttentionInput) -> None:
     """Write `out` of sequences with one split, and partial results of the others. `dispatch` checks the operands before."""
     (Nq, Nkv, D), B, device = a.head_shape, a.num_seqs, a.out.device
     c, rows = FAMILY.lookup(device, a.facts()), tile_rows(Nq // Nkv, D)
+    if a.invariant:
+        c = replace(c, block_n=block_n(a))
     constants = Constants.of(
         a, BLOCK_M=rows, BLOCK_N=c.block_n, BLOCK_B=decode_lookup_size(B), SPLIT=a.split, QUERIES=QUERIES
     )

@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minirt.kernels.attention.online_softmax import gate_output, hide, hide_before, inverse, log2, score, widen
+from minirt.kernels.attention.online_softmax import close, gate_output, hide, hide_before, inverse, log2, score, widen
 from minirt.kernels.attention.operands import AttentionFacts, AttentionInput, decode_lookup_size
 from minirt.kernels.attention.work_items_sm90 import (
     BLOCK_N,
@@ -420,7 +420,7 @@ def _attend_items(heads, rope, pages, ring, slots, item_tiles, sequences, result
         new_weight = gl.exp2(new_score - row_max)
         total = gl.sum(weights, 0) + new_weight * inverse(new_scale)
         exist = (n < C.HEADS * C.GROUP) & (head * C.GROUP + n < C.NQ) & (token >= 0)
-        normalize = 1 / total
+        normalize = 1 / close(total, row_max, results, head * C.GROUP + n, exist)
         part = item.to(gl.int64) * C.NQ + head * C.GROUP
         if length > end_of_first(length, scores.window, C.SPLIT):
             gl.store(results.row_stats + 2 * (part + n), row_max, mask=exist)

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minirt.kernels.attention.online_softmax import gate_output, hide, hide_before, score
+from minirt.kernels.attention.online_softmax import close, gate_output, hide, hide_before, score
 from minirt.kernels.attention.operands import AttentionInput
 from minirt.kernels.attention.work_items_sm90 import (
     BLOCK_N,
@@ -219,7 +219,7 @@ def _attend_items(heads, rope, pages, ring, q_tiles, p_tiles, sequences, results
         at = n[None, :] * C.D + m[:, None]
         exist = (n < C.GROUP) & (token >= 0)
         stored = exist[None, :]
-        inverse = 1 / total
+        inverse = 1 / close(total, row_max, results, kv_head * C.GROUP + n, exist)
         final = length <= end_of_first(length, scores.window, C.SPLIT)
         out_ptrs = results.out + (token * C.NQ + kv_head * C.GROUP) * C.D + at
         part = item.to(gl.int64) * C.NQ + kv_head * C.GROUP

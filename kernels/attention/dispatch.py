@@ -45,6 +45,7 @@ from minirt.kernels.special_limits import SPECIAL
 # Kernels for one new token also take raw heads, and limit the split.
 _DECODE = replace(ANY, raw=None, split=1024)
 _SPLITS = SumOrder("steps", splits=True)
+_INVARIANT = replace(_SPLITS, invariant=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,11 +83,12 @@ DECODE = (
         "decode_fp8_sm90", "sequences", 1, MOST_SEQUENCES, variant=decode_fp8_sm90.variant, capability=90,
         launch=decode_fp8_sm90.launch, limits=SPECIAL[90].attention["decode_fp8_sm90"],
     ),
-    AttentionRegime("decode", "sequences", 1, variant=decode_lookup_size),
+    AttentionRegime("decode", "sequences", 1, variant=decode_lookup_size, sums=_INVARIANT),
 )  # fmt: skip
 FEW = (  # steps in which no sequence has more than 1 + MAX_DRAFTS new tokens, and some have several
     AttentionRegime(
-        "decode_few", "sequences", 1, variant=decode_lookup_size, launch=decode_few.launch, limits=replace(_DECODE, raw=False)
+        "decode_few", "sequences", 1, variant=decode_lookup_size, launch=decode_few.launch, limits=replace(_DECODE, raw=False),
+        sums=_INVARIANT,
     ),
 )  # fmt: skip
 _SM90 = AttentionRegime(
@@ -96,7 +98,7 @@ _SM90 = AttentionRegime(
 PREFILL = (  # docs/decisions/attention-prefill.md
     replace(_SM90, first=512, limits=replace(_SM90.limits, head_dims=(128, 256))),
     replace(_SM90, first=1024, limits=replace(_SM90.limits, head_dims=(64,))),
-    AttentionRegime("prefill", "tokens", 1, launch=prefill.launch, limits=ANY, sums=SumOrder("steps")),
+    AttentionRegime("prefill", "tokens", 1, launch=prefill.launch, limits=ANY, sums=SumOrder("steps", invariant=True)),
 )
 PREFILL_SEQUENCES = (Regime("prefill and partial", "sequences", 1, variant=prefill_lookup_size),)
 # Steps of one sequence in which `partial` runs beside `prefill`. (With several sequences it always does, since only the device
@@ -116,6 +118,8 @@ def attention(a: AttentionInput) -> Tensor:
     Returns:
         `a.out`. If each sequence has one token and `max_seq_len` is at most `split`, it is not written for padding.
     """
+    if a.invariant:  # the kernels that write K and V themselves compute the new token's score in another order
+        a = _written(a)
     if a.sequences.query_starts is None:
         return _by_splits(a, DECODE)
     few = a.max_query_len is not None and 1 < a.max_query_len <= decode_few.QUERIES
@@ -141,7 +145,7 @@ def _written(a: AttentionInput) -> AttentionInput:
     if a.positions is None or a.slots is None:
         raise InputError("missing", where="positions, slots", expected="those of the new tokens, with query_starts")
     q = torch.empty_like(a.out)
-    rope_write.launch(a.heads, a.rope, a.pages, a.positions, a.slots, q, a.pdl)
+    rope_write.launch(a.heads, a.rope, a.pages, a.positions, a.slots, q, a.pdl, a.invariant)
     return a._replace(heads=q, rope=None)
 
 
@@ -279,7 +283,7 @@ def paged_attention_prefill(
 
 def regime(table: tuple[AttentionRegime, ...], size: int, a: AttentionInput) -> AttentionRegime:
     """The regime of a table that computes these operands. size: of the step, on the table's axis."""
-    regimes = covering(table, size, capability(a.out.device))
+    regimes = covering(table, size, capability(a.out.device), None, a.invariant)
     for candidate in regimes[:-1]:
         if candidate.accepts(a):
             return candidate
@@ -302,11 +306,13 @@ def _prefill(a: AttentionInput) -> Tensor:
     tokens = a.heads.shape[0]
     if tokens == 0 or a.num_seqs == 0:
         return a.out
-    if a.workspace is not None and a.max_splits > 1 and tokens > 1 and (a.num_seqs > 1 or PARTIAL[0].covers(tokens)):
+    long = a.workspace is not None and a.max_splits > 1 and tokens > 1 and (a.num_seqs > 1 or PARTIAL[0].covers(tokens))
+    if long and not a.invariant:
         a = a._replace(partial=a.split)
         PARTIAL[0].launch(a)
     chosen = regime(PREFILL, tokens, a)
-    if a.pages.k_scale is not None and chosen.launch is prefill.launch and 0 < a.max_splits * a.split <= MAX_WIDENED_TOKENS:
+    widened = 0 < a.max_splits * a.split <= MAX_WIDENED_TOKENS and not a.invariant
+    if a.pages.k_scale is not None and chosen.launch is prefill.launch and widened:
         # No kernel of this GPU alone takes FP8 pages. They are widened if one accepts the copies.
         special = regime(PREFILL, tokens, a._replace(pages=KVPages(a.heads, a.heads)))
         if special.launch is not prefill.launch:

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from minirt.kernels.attention.operands import AttentionInput
 from minirt.kernels.fp8 import INTERPRETED
 
 
@@ -68,6 +69,19 @@ def gate_output(out, results, token, head, d, inside):
 
 
 @triton.jit
+def close(total, row_max, results, head, inside):
+    """The denominator of a finished softmax: `total` and, if heads have a sink, its term, which carries no value.
+
+    Added once, when no further token follows: by the kernel that divides. head: of each row; `inside`: the mask, or True.
+    """
+    if results.sinks is None:
+        return total
+    else:
+        sink = tl.load(results.sinks + head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634  # in base 2
+        return total + tl.exp2(sink - row_max)
+
+
+@triton.jit
 def score(products, factor, scores):
     """The scores of products of queries and keys, and the factor, positive, by which the caller multiplies them.
 
@@ -104,9 +118,9 @@ def _loaded(t, limit, oldest):
 
 
 @triton.jit
-def _base(row_max, row_oldest):
-    """The numbers to subtract from scores: the row maxima or, if a window may hide all of a row so far, 0 in place of −inf."""
-    if row_oldest is None:
+def _base(row_max, row_oldest, C):
+    """The numbers to subtract from scores: the row maxima or, if all of a row so far may be hidden, 0 in place of −inf."""
+    if row_oldest is None and not C.INVARIANT:
         return row_max
     else:
         return tl.where(row_max == float("-inf"), 0.0, row_max)
@@ -154,15 +168,59 @@ def no_queries(M: tl.constexpr, D: tl.constexpr, dtype: tl.constexpr, FP8: tl.co
         return (tl.zeros((M, D), dtype),)
 
 
+def block_n(a: AttentionInput) -> int:
+    """Tokens of a step in every kernel of an invariant step."""
+    if a.out.element_size() == 4:
+        return 32 if a.out.shape[2] <= 128 else 16
+    return 64 if a.out.shape[2] <= 128 else 32
+
+
 @triton.jit
-def blank(M: tl.constexpr, D: tl.constexpr, FP8: tl.constexpr):
-    """The state of M rows before the first step."""
+def blank(M: tl.constexpr, D: tl.constexpr, FP8: tl.constexpr, INVARIANT: tl.constexpr = False):
+    """The state of M rows before the first step. INVARIANT: the total is [M, 16] equal columns, see `_add_weights`."""
     row_max = tl.full((M,), float("-inf"), tl.float32)
-    total = tl.zeros((M,), tl.float32)
+    total = tl.zeros((M, 16) if INVARIANT else (M,), tl.float32)
     if FP8:
         return row_max, total, (tl.zeros((M, D // 2), tl.float32), tl.zeros((M, D // 2), tl.float32))
     else:
         return row_max, total, (tl.zeros((M, D), tl.float32),)
+
+
+@triton.jit
+def total_of(total):
+    """The total of each row [M], also if it is in columns."""
+    if len(total.shape) == 2:
+        return tl.max(total, 1)
+    else:
+        return total
+
+
+@triton.jit
+def _add_weights(total, rescale, weights, p, C):
+    """The total after a step. In an invariant step, tensor cores add the weights, rounded as `p` if they are that.
+
+    Their order is one for all shapes of tiles. That of a sum over a row depends on the layout.
+    """
+    if C.INVARIANT:
+        ones = tl.full((p.shape[1], 16), 1.0, p.dtype)
+        return tl.dot(p, ones, total * rescale[:, None], input_precision="ieee")
+    else:
+        return total * rescale + tl.sum(weights, 1)
+
+
+@triton.jit
+def add_split(state, part):
+    """The state of two KV splits, the later one as `part`. Row maxima are integers, so only the additions round."""
+    row_max, total, acc = state
+    part_max, part_total, part_acc = part
+    new_row_max = tl.maximum(row_max, part_max)
+    base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
+    old, new = tl.exp2(row_max - base)[:, None], tl.exp2(part_max - base)[:, None]
+    total = total * old + part_total * new
+    if len(acc) == 2:
+        return new_row_max, total, (acc[0] * old + part_acc[0] * new, acc[1] * old + part_acc[1] * new)
+    else:
+        return new_row_max, total, (acc[0] * old + part_acc[0] * new,)
 
 
 @triton.jit
@@ -227,6 +285,15 @@ def fuses(dtype: torch.dtype) -> bool:
 
 
 @triton.jit
+def _rounded(row_max, C):
+    """Row maxima; rounded up in an invariant step, so that rescaling by their differences is exact."""
+    if C.INVARIANT:
+        return tl.ceil(row_max)
+    else:
+        return row_max
+
+
+@triton.jit
 def _settle(x):
     """Return x [N], but computed only once. Otherwise the compiler uses the layout of the scores, in which every thread loads
     and computes most of x again. The sum prevents this.
@@ -269,11 +336,11 @@ def attend(q, state, pages, base, slot, t, limit, row_limit, scores, C, MASKED: 
         s, factor = score(tl.dot(q[0], tl.trans(k), input_precision="ieee"), scores.scale, scores)
         if MASKED:
             s = hide(s, t[None, :], row_limit[:, None], row_oldest)
-        new_row_max = tl.maximum(row_max, tl.max(s, 1) * factor)
-        subtracted = _base(new_row_max, row_oldest)
+        new_row_max = tl.maximum(row_max, _rounded(tl.max(s, 1) * factor, C))
+        subtracted = _base(new_row_max, row_oldest, C)
         p = tl.exp2(s * factor - subtracted[:, None])
         rescale = tl.exp2(row_max - subtracted)
-        total = total * rescale + tl.sum(p, 1)
+        total = _add_weights(total, rescale, p, p.to(pages.v.dtype.element_ty), C)
         v = _load_rows(v_ptr + at, inside, d, C.D, MASKED)
         return new_row_max, total, (tl.dot(p.to(v.dtype), v, acc[0] * rescale[:, None], input_precision="ieee"),)
     else:
@@ -295,11 +362,13 @@ def attend(q, state, pages, base, slot, t, limit, row_limit, scores, C, MASKED: 
         s = s * factor + exponent[None, :]
         if MASKED:
             s = hide(s, t[None, :], row_limit[:, None], row_oldest)
-        new_row_max = tl.maximum(row_max, tl.max(s, 1) - 15)
-        subtracted = _base(new_row_max, row_oldest)
+        new_row_max = tl.maximum(row_max, _rounded(tl.max(s, 1) - 15, C))
+        subtracted = _base(new_row_max, row_oldest, C)
         p = tl.exp2(s - subtracted[:, None])
         rescale = tl.exp2(row_max - subtracted)
-        total = total * rescale + tl.sum(p * per_scale[None, :], 1)
+        weights = p * per_scale[None, :]  # may be too large for fp16
+        summed: tl.constexpr = tl.float32 if dtype == tl.float32 or INTERPRETED else tl.bfloat16
+        total = _add_weights(total, rescale, weights, weights.to(summed), C)
         v = _load_rows(v_ptr + at, inside, d, C.D // 2, MASKED)
         v_even, v_odd = widen(v, dtype)
         p = p.to(dtype)
@@ -314,12 +383,14 @@ def attend_context(q, pages, table_ptr, kv_head, begin, seen_by_all, end, limit,
     Every row sees the tokens below `seen_by_all`, a multiple of BLOCK_N. The tokens from there on are masked, see `attend`. With
     a window, blocks that no row sees are left out, and the first ones, which some rows do not see, are masked, too.
     """
-    state = blank(C.BLOCK_M, C.BLOCK_D, pages.k_scale is not None)
+    state = blank(C.BLOCK_M, C.BLOCK_D, pages.k_scale is not None, C.INVARIANT)
     if scores.window is not None:
         row_oldest = row_limit - scores.window
         oldest = tl.maximum(tl.min(row_oldest, 0), 0)
         begin = tl.maximum(begin, oldest // C.BLOCK_N * C.BLOCK_N)
         whole_from = tl.maximum(begin, (tl.max(row_oldest, 0) + C.BLOCK_N - 1) // C.BLOCK_N * C.BLOCK_N)
+        if C.INVARIANT:  # the tokens are those of one KV split
+            whole_from = tl.minimum(whole_from, end)
         for first in range(begin, whole_from, C.BLOCK_N):
             t, base, slot = page_slots(table_ptr, first, limit, C)
             state = attend(

@@ -126,7 +126,7 @@ class Results(NamedTuple):
     """Where kernels store results: `out` [T, Nq, D], and partial results in fp32.
 
     Each part of a context has for each head `sums` [D], and in `row_stats` a row maximum and a total. `out` is multiplied by the
-    sigmoid of `gate`, whose tokens and heads are `gate_token` and `gate_head` values apart.
+    sigmoid of `gate`, whose tokens and heads are `gate_token` and `gate_head` values apart. `sinks` [Nq]: see `AttentionInput`.
     """
 
     out: Tensor
@@ -135,6 +135,7 @@ class Results(NamedTuple):
     gate: Tensor | None = None
     gate_token: int | None = None
     gate_head: int | None = None
+    sinks: Tensor | None = None
 
 
 class AttentionFacts(NamedTuple):
@@ -175,6 +176,7 @@ class AttentionInput(NamedTuple):
         partial: tokens of a KV split if `partial` computes the sequences with few new tokens on a long context; 0: it does not.
         gate: [T, Nq, D] of q's dtype, channels contiguous: `out` is multiplied by its sigmoid, in fp32, before it is rounded.
         side: in CUDA graphs of steps with prompts, sequences with one new token are computed beside the others, else before them.
+        sinks: [Nq], of q's dtype: a further score of each head, of a token whose V is 0 (attention sinks, Xiao et al. 2024).
     """
 
     heads: Tensor
@@ -195,6 +197,13 @@ class AttentionInput(NamedTuple):
     partial: int = 0
     gate: Tensor | None = None
     side: SideStream | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def invariant(self) -> bool:
+        """Whether a token's result must not depend on how many tokens are computed at once. All kernels then take the tokens of a
+        KV split in blocks of `online_softmax.block_n`, and add the splits in their order."""
+        return self.workspace is not None and self.workspace.invariant
 
     @property
     def num_seqs(self) -> int:
@@ -241,5 +250,5 @@ class AttentionInput(NamedTuple):
                 raise InputError("missing", where="workspace", expected="room for partial results")
             sums, row_stats = self.workspace.sums_and_stats(parts * Nq * D, 2 * parts * Nq)
         if self.gate is None:
-            return Results(self.out, sums, row_stats)
-        return Results(self.out, sums, row_stats, self.gate, *self.gate.stride()[:2])
+            return Results(self.out, sums, row_stats, sinks=self.sinks)
+        return Results(self.out, sums, row_stats, self.gate, self.gate.stride(0), self.gate.stride(1), self.sinks)

@@ -14,7 +14,16 @@ import triton.language as tl
 from minirt.kernels.attention import combine
 from minirt.kernels.attention.combine import merge, store_head
 from minirt.kernels.attention.constants import Constants
-from minirt.kernels.attention.online_softmax import attend_context, existing, fuses, load_channels, oldest_seen, prepare, whole
+from minirt.kernels.attention.online_softmax import (
+    attend_context,
+    close,
+    existing,
+    fuses,
+    load_channels,
+    oldest_seen,
+    prepare,
+    whole,
+)
 from minirt.kernels.attention.operands import AttentionInput, prefill_lookup_size
 from minirt.kernels.launch import next_power_of_2, sm_count
 from minirt.kernels.prepared import prepared
@@ -132,7 +141,8 @@ def _combine_chunks_kernel(sequences, results, window, B, C):
         num_parts = parts_of(count, tl.load(sequences.seq_lens + b), C.PARTIAL, window)[0]
         first_row = _before(rows, b, C.BLOCK_B)
         query, head = (item - first_item) // C.NQ, (item - first_item) % C.NQ
-        acc, total = merge(results, first_row + query, count, num_parts, head, C)
+        acc, total, row_max = merge(results, first_row + query, count, num_parts, head, C)
+        total = close(total, row_max, results, head, True)
         store_head(acc / total[:, None], results, (start + query).to(tl.int64), head, d, C.D, C)
 
 

@@ -5,14 +5,27 @@ The query heads that share a KV head are computed together as rows of one matrix
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
 from minirt.kernels.attention.constants import Constants
-from minirt.kernels.attention.online_softmax import attend_context, existing, fuses, gate_output, load_channels, prepare, whole
+from minirt.kernels.attention.online_softmax import (
+    add_split,
+    attend_context,
+    blank,
+    block_n,
+    close,
+    existing,
+    fuses,
+    gate_output,
+    load_channels,
+    prepare,
+    total_of,
+    whole,
+)
 from minirt.kernels.attention.operands import AttentionFacts, AttentionInput, prefill_lookup_size
 from minirt.kernels.attention.partial import is_left
 from minirt.kernels.compile.tuning import Family
@@ -82,8 +95,24 @@ def _prefill_kernel(q_ptr, pages, sequences, results, scores, B, table_width, C)
         table_ptr = sequences.block_tables + b.to(tl.int64) * table_width
         seen_by_all = (context + first_query + 1) // C.BLOCK_N * C.BLOCK_N
         seen_by_any = tl.minimum(context + first_query + QUERIES, limit)
-        _, total, acc = attend_context(q, pages, table_ptr, kv_head, 0, seen_by_all, seen_by_any, limit, row_limit, scores, C)
+        if C.INVARIANT:
+            state = blank(C.BLOCK_M, C.BLOCK_D, pages.k_scale is not None, True)
+            opening = 0
+            if scores.window is not None:
+                opening = tl.maximum(context + first_query + 1 - scores.window, 0) // C.SPLIT * C.SPLIT
+            for begin in range(opening, seen_by_any, C.SPLIT):
+                end = tl.minimum(begin + C.SPLIT, seen_by_any)
+                unmasked = tl.maximum(tl.minimum(seen_by_all, end), begin)
+                part = attend_context(q, pages, table_ptr, kv_head, begin, unmasked, end, limit, row_limit, scores, C)
+                state = add_split(state, part)
+            row_max, total, acc = state
+        else:
+            row_max, total, acc = attend_context(
+                q, pages, table_ptr, kv_head, 0, seen_by_all, seen_by_any, limit, row_limit, scores, C
+            )
+        total = total_of(total)
         stored = existing(valid[:, None], d, C.D)
+        total = close(total, row_max, results, head, True)
         acc = gate_output(whole(acc) / total[:, None], results, token[:, None], head[:, None], d, stored)
         tl.store(results.out + at, acc.to(results.out.dtype.element_ty), mask=stored)
 
@@ -112,9 +141,12 @@ def launch(a: AttentionInput) -> None:
     """Write `out`, for one or more tokens and sequences. `dispatch` checks the operands before."""
     q, (Nq, Nkv, _), pages, B = a.heads, a.head_shape, a.pages, a.num_seqs
     config = FAMILY.lookup(q.device, a.facts())
+    if a.invariant:
+        config = replace(config, block_n=block_n(a), registers=None)
     blocks = q.shape[0] // (config.block_m // (Nq // Nkv)) + B
     constants = Constants.of(
-        a, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_B=prefill_lookup_size(B), SHORTEST=a.shortest, PARTIAL=a.partial
+        a, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_B=prefill_lookup_size(B), SHORTEST=a.shortest, PARTIAL=a.partial,
+        SPLIT=a.split if a.invariant else 0,
     )
     _prefill_kernel[(blocks * Nkv,)](
         q, pages.for_kernel(torch.int16), a.sequences, a.results(), a.scores.in_base_2(), B, a.table_width, C=constants,

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from minirt.kernels.attention.constants import Constants
-from minirt.kernels.attention.online_softmax import hide, hide_before, score
+from minirt.kernels.attention.online_softmax import close, hide, hide_before, score
 from minirt.kernels.attention.operands import AttentionInput, prefill_lookup_size
 from minirt.kernels.attention.partial import is_left
 from minirt.kernels.hopper.ring import barriers, release, ring_barriers, wait_empty, wait_full
@@ -233,6 +233,8 @@ def _attend_tiles(q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scor
             acc, p = warpgroup_mma_wait(0, deps=[acc, p])
             release(v_empty, step)
             step += 1
+            lane = TEAM * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+            total = close(total, row_max, results, kv_head * C.GROUP + lane % C.GROUP, True)
             acc /= gl.convert_layout(total, gl.SliceLayout(1, SUMS))[:, None]
             if results.gate is not None:  # through shared memory, so that its loads are contiguous
                 token = start.to(gl.int64) + gl.minimum(row // C.GROUP, queries - 1)

@@ -43,6 +43,9 @@ REGIMES = (
 )  # fmt: skip
 
 
+_INVARIANT = 8  # `block_t` of all invariant steps
+
+
 @prepared
 @triton.jit(do_not_specialize=["T"])
 def _kv_write_kernel(heads, rope, pages, positions_ptr, slots_ptr, q_ptr, T, C, PDL: tl.constexpr):
@@ -190,12 +193,15 @@ def qk_norm_rope_kv_write(
     return q_out
 
 
-def launch(heads: Tensor, rope: Rope, pages: KVPages, positions: Tensor, slots: Tensor, q_out: Tensor, pdl: bool = False) -> None:
-    """`qk_norm_rope_kv_write` of operands that were checked before."""
+def launch(
+    heads: Tensor, rope: Rope, pages: KVPages, positions: Tensor, slots: Tensor, q_out: Tensor, pdl: bool = False,
+    invariant: bool = False,
+) -> None:  # fmt: skip
+    """`qk_norm_rope_kv_write` of operands that were checked before. invariant: one order of a norm's sum for any T."""
     (T, Nq, D), Nkv = q_out.shape, pages.num_kv_heads
     if T == 0:
         return
-    block_t = next(regime.block_t for regime in REGIMES if regime.covers(T))
+    block_t = _INVARIANT if invariant else next(regime.block_t for regime in REGIMES if regime.covers(T))
     _kv_write_kernel[(cdiv(T, block_t), Nq + 2 * Nkv)](
         heads, rope, pages.for_kernel(torch.uint8), positions, slots, q_out, T,
         C=Constants(Nq, Nkv, D, pages.page_size, next_power_of_2(D), True, heads.stride(0), rope.channels, BLOCK_M=block_t),

@@ -98,17 +98,17 @@ REGIMES = (
         gemm_sm90.gemm_sm90, gemm_sm90.FAMILY, _GEMM_SM90_TOKENS, capability=90, accepts=gemm_sm90.accepts,
         variant=gemm_sm90.token_regime, padded=gemm_sm90.padded_tokens, row_maxima_tiles=gemm_sm90.row_maxima_tiles,
         fetches_early=True, limits=SPECIAL[90].linear["gemm_sm90"],
-        sums=SumOrder("steps", splits=True, by_tokens=True, accumulator="fp32 steps"),
+        sums=SumOrder("steps", splits=True, by_tokens=True, accumulator="fp32 steps", invariant=True),
     ),
     _of(
-        gemm_small.gemm_small, gemm_small.FAMILY, 2, gemm_small.MAX_TOKENS, variant=gemm_small.token_block,
+        gemm_small.gemm_small, gemm_small.FAMILY, 1, gemm_small.MAX_TOKENS, variant=gemm_small.token_block,
         padded=gemm_small.token_block, row_maxima_tiles=gemm_small.row_maxima_tiles,
         limits=Limits(("fp16", "fp32", *_FP8), row_maxima=True),
-        sums=SumOrder("steps", splits=True, by_tokens=True, accumulator="fp32 steps"),
+        sums=SumOrder("steps", splits=True, by_tokens=True, accumulator="fp32 steps", invariant=True),
     ),
     _of(
         gemm.gemm, gemm.FAMILY, gemm_small.MAX_TOKENS + 1, variant=gemm.token_regime, limits=Limits(("fp16", "fp32", *_FP8)),
-        sums=SumOrder("steps", accumulator="fp32 steps"),
+        sums=SumOrder("steps", accumulator="fp32 steps", invariant=True),
     ),
 )  # fmt: skip
 # Steps in which the norm (or quantization) before a product triggers before it waits. With few tokens, the product's programs
@@ -184,14 +184,15 @@ def linear(product: Product) -> Tensor:
     """Compute a product, its norm and its epilogue, without checks. x is neither normalized nor quantized yet. Returns `out`."""
     T = product.x.shape[0]
     if T:
-        if T > 1:
+        if T > 1 or product.invariant:
             product = _prepared(product)
         regime(product).launch(product)
     return product.out
 
 
 def regime(product: Product, cc: int | None = None) -> LinearRegime:
-    """The regime of a product. With two or more tokens, its x is already normalized and, if the weight is fp8, quantized.
+    """The regime of a product. With two or more tokens, or if it is invariant, its x is already normalized and, if the weight is
+    fp8, quantized.
 
     Args:
         cc: compute capability. None: that of the weight's device.
@@ -199,7 +200,7 @@ def regime(product: Product, cc: int | None = None) -> LinearRegime:
         InputError: no kernel computes the product.
     """
     cc, T, format = capability(product.weight.device) if cc is None else cc, product.x.shape[0], product.format
-    for candidate in covering(REGIMES, T, cc, format):
+    for candidate in covering(REGIMES, T, cc, format, product.invariant):
         if candidate.accepts(product):
             return candidate
     raise InputError("no kernel computes this product", where="regime", found=f"{T} tokens, a weight in {format}")
@@ -210,20 +211,24 @@ def launch(product: Product) -> None:
     regime(product).launch(product)
 
 
-def row_maxima_tiles(rows: int, weight: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> int:
+def row_maxima_tiles(
+    rows: int, weight: Tensor, dtype: torch.dtype, scale: Tensor | None = None, workspace: Workspace | None = None
+) -> int:
     """The width of `RowMaxima.values`: how many row maxima an LM head stores for each of `rows` rows of fp32 logits. 0: none.
 
     Args:
         weight: the LM head's weight [V, H], of `dtype` or fp8.
         dtype: dtype of the activations.
         scale: that of an fp8 weight.
+        workspace: the product's, if it is invariant.
     """
     if rows == 0 or gemm_int4.is_int4(weight):
         return 0
     # The regimes look only at shapes, dtypes and addresses, so tensors on the meta device will do.
-    x = torch.empty(rows, weight.shape[1], dtype=weight.dtype if rows > 1 else dtype, device="meta")
+    invariant = workspace is not None and workspace.invariant
+    x = torch.empty(rows, weight.shape[1], dtype=weight.dtype if rows > 1 or invariant else dtype, device="meta")
     out = torch.empty(rows, weight.shape[0], dtype=torch.float32, device="meta")
-    product = Product(x, weight, out, epilogue=Epilogue(scale))
+    product = Product(x, weight, out, epilogue=Epilogue(scale), workspace=workspace if invariant else None)
     return regime(product).row_maxima_tiles(product)
 
 

@@ -77,10 +77,20 @@ def _half(acc, scale, bias, x_scale):
 
 
 @triton.jit
+def _clamped_swiglu(gate, up, limit, alpha):
+    """As `reference.gated` has it. NaN stays NaN."""
+    gate = tl.where(gate > limit, limit, gate)
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    return (up + 1.0) * gate * tl.sigmoid(alpha * gate)
+
+
+@triton.jit
 def finish(acc, acc_up, rows, x_scale, residual, ep):
     """The output in fp32, from the sums (of gate and of up) and what the functions above loaded."""
     acc = _half(acc, rows[0], rows[1], x_scale)
-    if ep.activation is not None:
+    if ep.limit is not None:
+        acc = _clamped_swiglu(acc, _half(acc_up, rows[2], rows[3], x_scale), ep.limit, ep.alpha)
+    elif ep.activation is not None:
         acc = activate(acc, ep.activation) * _half(acc_up, rows[2], rows[3], x_scale)
     if len(residual) > 0:
         acc += residual[0]

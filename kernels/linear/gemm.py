@@ -272,6 +272,8 @@ def gemm(product: Product, config: GemmConfig | None = None) -> None:
         )
     ]  # fmt: skip
     promote = PROMOTE_AFTER // c.block_k if eight and not blocks else 0
+    if facts.part:
+        promote = facts.part // c.block_k if facts.part < K else 0
     constants = _Constants(K, product.scale_rows, c.block_t, c.block_n, c.block_k, c.rest, tma, tma_out, promote)
     _gemm_kernel[(whole + (tiles - whole) * c.rest,)](
         rows, *operands, ep, T, N, whole, C=constants, num_warps=c.num_warps, num_stages=c.num_stages

@@ -22,7 +22,18 @@ from minirt.device import interpreting
 from minirt.kernels.compile.tuning import Family
 from minirt.kernels.launch import Gpu, cdiv, even_parts, launch_options, registers, shared_limit, token_block
 from minirt.kernels.linear.epilogue import add_parts, finish, load_residual, load_rows, touch
-from minirt.kernels.linear.int4_words import factor, group_words, offset, scale_words, scaled, unpack, zero_point
+from minirt.kernels.linear.int4_words import (
+    e2m1,
+    factor,
+    group_words,
+    offset,
+    scale_words,
+    scaled,
+    times_power,
+    unpack,
+    unpack_e2m1,
+    zero_point,
+)
 from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.prepared import compile_time, prepared
 from minirt.kernels.reference import INT4_CHUNK, int4_group
@@ -57,8 +68,13 @@ class Int4Config:
 
 @triton.jit
 def _unpack(w, words, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """Words → the four tiles q − z of their nibbles, exact in DTYPE. `words`: the scale word of each row."""
-    if ASM:
+    """Words → the four tiles q − z (of MXFP4, values) of their nibbles, exact in DTYPE. `words`: the scale word of each row."""
+    if words.dtype == tl.uint32:
+        if ASM:
+            return unpack_e2m1(w, DTYPE)
+        else:
+            return e2m1(w, 0).to(DTYPE), e2m1(w, 1).to(DTYPE), e2m1(w, 2).to(DTYPE), e2m1(w, 3).to(DTYPE)
+    elif ASM:
         return unpack(w, tl.broadcast_to(offset(words, DTYPE)[:, None], w.shape))
     else:
         z = zero_point(words)[:, None]
@@ -69,12 +85,12 @@ def _unpack(w, words, DTYPE: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _scaled(q, words, DTYPE: tl.constexpr, ASM: tl.constexpr):
+def _scaled(q, scale, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """q · scale, rounded once to DTYPE."""
     if ASM and DTYPE == tl.bfloat16:  # noqa: SIM300
-        return scaled(q, factor(words)[:, None])
+        return scaled(q, scale[:, None])
     else:
-        return (q.to(tl.float32) * factor(words)[:, None]).to(DTYPE)
+        return (q.to(tl.float32) * scale[:, None]).to(DTYPE)
 
 
 @triton.jit
@@ -93,7 +109,17 @@ def load_chunk(ptrs, k, K: tl.constexpr):
 @triton.jit
 def multiply_chunk(w, words, x, acc, GROUP: tl.constexpr, EXACT: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """acc + the product of a chunk: w [BLOCK_N, 32] words, `words` the scale words of its groups of 32 · GROUP columns."""
-    if EXACT:
+    if words[0].dtype == tl.uint32:
+        q = _unpack(w, words[0], DTYPE, ASM)
+        for j in tl.static_range(4):
+            if EXACT:
+                part = tl.dot(q[j], x[j].T, tl.zeros(acc.shape, tl.float32), input_precision="ieee")
+                acc += part * factor(words[0], j)[:, None]
+            else:
+                power = factor(words[0], j)[:, None]
+                weights = times_power(q[j], power) if ASM else (q[j].to(tl.float32) * power).to(DTYPE)
+                acc = tl.dot(weights, x[j].T, acc, input_precision="ieee")
+    elif EXACT:
         for g in tl.static_range(4 // GROUP):
             q, part = _unpack(w, words[g], DTYPE, ASM), tl.zeros(acc.shape, tl.float32)
             for j in tl.static_range(GROUP * g, GROUP * g + GROUP):
@@ -102,7 +128,7 @@ def multiply_chunk(w, words, x, acc, GROUP: tl.constexpr, EXACT: tl.constexpr, D
     else:
         for j in tl.static_range(4):
             q = _unpack(w, words[j // GROUP], DTYPE, ASM)
-            acc = tl.dot(_scaled(q[j], words[j // GROUP], DTYPE, ASM), x[j].T, acc, input_precision="ieee")
+            acc = tl.dot(_scaled(q[j], factor(words[j // GROUP]), DTYPE, ASM), x[j].T, acc, input_precision="ieee")
     return acc
 
 
@@ -201,7 +227,10 @@ def _unpack_kernel(
         group = tl.minimum((chunk * 4 + j) // GROUP, GROUPS - 1).to(tl.int64)
         scale_words = tl.load(scale_ptr + group * N + row)
         k = chunk * 128 + 32 * j + s
-        value = (((w >> (4 * j)) & 15).to(tl.float32) - zero_point(scale_words)[:, None]) * factor(scale_words)[:, None]
+        if scale_words.dtype == tl.uint32:
+            value = e2m1(w, j) * factor(scale_words, j)[:, None]
+        else:
+            value = (((w >> (4 * j)) & 15).to(tl.float32) - zero_point(scale_words)[:, None]) * factor(scale_words)[:, None]
         tl.store(
             out_ptr + row[:, None] * K + k[None, :], value.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :]
         )

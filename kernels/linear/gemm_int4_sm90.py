@@ -29,7 +29,7 @@ from minirt.kernels.hopper.tiles import places
 from minirt.kernels.hopper.tma import tma_load, tma_tile
 from minirt.kernels.launch import Gpu, cdiv, even_parts, launch_options, next_power_of_2, sm_count
 from minirt.kernels.linear.epilogue import add_parts, finish, load_residual, load_rows, touch
-from minirt.kernels.linear.int4_words import factor, group_words, offset, scale_words, scaled, unpack
+from minirt.kernels.linear.int4_words import factor, group_words, offset, scale_words, scaled, times_power, unpack, unpack_e2m1
 from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.linear.tile_order import tile_origin
 from minirt.kernels.prepared import Tiled, compile_time, prepared
@@ -176,8 +176,11 @@ def _work_item(sizes, C):
 
 @gluon.jit
 def _unpacked(w, words, x_dtype: gl.constexpr):
-    zero, _ = gl.broadcast(offset(words, x_dtype)[:, None], w)
-    return unpack(w, zero)
+    if words.dtype == gl.uint32:
+        return unpack_e2m1(w, x_dtype)
+    else:
+        zero, _ = gl.broadcast(offset(words, x_dtype)[:, None], w)
+        return unpack(w, zero)
 
 
 @gluon.jit
@@ -194,7 +197,8 @@ def _multiply(ring, ep, out_ptr, workspace, sizes, C, PDL: gl.constexpr, GROUP: 
     """Task of one group of four warps: 64 of the tile's weight rows."""
     x_tiles, w_tiles, full, empty = ring
     T, N, _ = sizes
-    EXACT: gl.constexpr = C.BLOCK_T <= 128 and C.QUANTUM > 1
+    MX: gl.constexpr = ep.scale.dtype.element_ty == gl.uint32  # a chunk has four scales
+    EXACT: gl.constexpr = C.BLOCK_T <= 128 and C.QUANTUM > 1 and not MX
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_T, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, WIDE, 2)
     t0, n0, first, last, shared, part_of_tile = _work_item(sizes, C)
@@ -257,7 +261,8 @@ def _multiply(ring, ep, out_ptr, workspace, sizes, C, PDL: gl.constexpr, GROUP: 
             for j in gl.static_range(4):
                 if (C.QUANTUM == 1 and j > 0) or (C.QUANTUM == 2 and j == 2):
                     q = _unpacked(w, words[j // C.QUANTUM], x_tiles.dtype)
-                parts += (scaled(q[j], factor(words[j // C.QUANTUM])[:, None]),)  # type: ignore[assignment]
+                scale = factor(words[j // C.QUANTUM], j)[:, None]
+                parts += (times_power(q[j], scale) if MX else scaled(q[j], scale),)  # type: ignore[assignment]
             a, b = _side_by_side(parts[0], parts[1]), _side_by_side(parts[2], parts[3])  # type: ignore[misc]
             acc = warpgroup_mma(a, left_x, acc, is_async=True)
             acc = warpgroup_mma(b, right_x, acc, is_async=True)

@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from minirt.kernels.compile.tuning import Family, around
 from minirt.kernels.launch import Gpu, cdiv, launch_options, next_power_of_2
 from minirt.kernels.linear.epilogue import finish, load_residual, load_rows
-from minirt.kernels.linear.int4_words import factor, offset, scale_words, unpack
+from minirt.kernels.linear.int4_words import factor, offset, scale_words, unpack, unpack_e2m1
 from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.prepared import compile_time, prepared
 from minirt.kernels.reference import INT4_CHUNK
@@ -121,22 +121,27 @@ def multiply(tile, x, acc, GROUP: gl.constexpr, CHAINS: gl.constexpr):
     """acc + a tile's products. x: the columns of the four nibbles of its words."""
     LEFT: gl.constexpr = tile[0].type.layout
     SUMS: gl.constexpr = acc.type.layout
-    for g in gl.static_range(4 // GROUP):
-        words = tile[1 + g]
-        zero = gl.convert_layout(offset(words, x[0].dtype), gl.SliceLayout(2, LEFT), assert_trivial=True)
-        zero, _ = gl.broadcast(zero[:, :, None], tile[0])
-        q = unpack(tile[0], zero)
-        # Two chains of products, because each product waits for the one before it in its chain.
-        part = gl.zeros(acc.shape, gl.float32, SUMS)
-        other = part
-        for j in gl.static_range(GROUP * g, GROUP * g + GROUP):
-            if CHAINS == 2 and GROUP > 1 and j % 2 == 1:
-                other = mma_v2(q[j], x[j], other)
-            else:
-                part = mma_v2(q[j], x[j], part)
-        if CHAINS == 2 and GROUP > 1:
-            part += other
-        acc += part * factor(words)[:, :, None]
+    if tile[1].dtype == gl.uint32:
+        q = unpack_e2m1(tile[0], x[0].dtype)
+        for j in gl.static_range(4):
+            acc += mma_v2(q[j], x[j], gl.zeros(acc.shape, gl.float32, SUMS)) * factor(tile[1], j)[:, :, None]
+    else:
+        for g in gl.static_range(4 // GROUP):
+            words = tile[1 + g]
+            zero = gl.convert_layout(offset(words, x[0].dtype), gl.SliceLayout(2, LEFT), assert_trivial=True)
+            zero, _ = gl.broadcast(zero[:, :, None], tile[0])
+            q = unpack(tile[0], zero)
+            # Two chains of products, because each product waits for the one before it in its chain.
+            part = gl.zeros(acc.shape, gl.float32, SUMS)
+            other = part
+            for j in gl.static_range(GROUP * g, GROUP * g + GROUP):
+                if CHAINS == 2 and GROUP > 1 and j % 2 == 1:
+                    other = mma_v2(q[j], x[j], other)
+                else:
+                    part = mma_v2(q[j], x[j], part)
+            if CHAINS == 2 and GROUP > 1:
+                part += other
+            acc += part * factor(words)[:, :, None]
     return acc
 
 

@@ -21,7 +21,7 @@ second block of rows. While one group of warps adds, another one multiplies.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -557,6 +557,7 @@ _ROWS_OF_THREE = 192
 _ROW_BYTES = 128  # bytes of K in a step: the span of one TMA swizzle
 _LARGEST = 448  # of float8_e4m3fn
 _FINE = 512  # tokens; up to here, every number of tiles of rows has a separate configuration
+_MOST_ROWS_IN_FP32 = 192  # weight rows of a tile whose sums are set aside in fp32
 _LONGEST_WHOLE = 24  # steps in K; with fewer, splitting K gains nothing
 # Weight rows of the two pairs of strips. With a gated activation, half of them are gate's.
 WIDTHS = ((256, 0), (128, 64), (128, 16), (128, 0), (64, 32), (64, 16), (64, 0))
@@ -613,7 +614,7 @@ def derive_config(
     stages = (shared_limit(90) - 512 - buffers) // ((64 * groups + rows) * _ROW_BYTES)
     steps = cdiv(K * itemsize, _ROW_BYTES)
     split = min(split, steps)  # so that no part is empty
-    steps, most = cdiv(steps, split), 8 if rows <= 192 else 16
+    steps, most = cdiv(steps, split), 8 if rows <= _MOST_ROWS_IN_FP32 else 16
     promote = cdiv(steps, cdiv(steps, most)) if itemsize == 1 and steps > most and not blocks else 0
     return GemmSm90Config(width, second, min(8, stages), promote, programs, split, groups)
 
@@ -645,17 +646,22 @@ def candidates(facts: ProductFacts, gpu: Gpu) -> list[GemmSm90Config]:
         facts.T, facts.K, facts.itemsize, facts.residual, facts.out_itemsize, facts.blocks
     )  # fmt: skip
 
+    parts = 0 < facts.part < K
+
     def config(widths: tuple[int, int], split: int, groups: int) -> GemmSm90Config:
-        return derive_config(*widths, K, itemsize, residual, gpu.sms, out_itemsize, split, groups, blocks)
+        c = derive_config(*widths, K, itemsize, residual, gpu.sms, out_itemsize, split, groups, blocks)
+        return replace(c, promote=facts.part * itemsize // _ROW_BYTES if parts else 0) if facts.part else c
 
     all_widths = (GATED_WIDTHS_OF_BLOCKS if facts.gated else WIDTHS_OF_BLOCKS) if blocks else WIDTHS
+    if parts:
+        all_widths = tuple(widths for widths in all_widths if sum(widths) <= _MOST_ROWS_IN_FP32)
     configs = [config(widths, 1, 2) for widths in all_widths]
-    if facts.splits:
+    if facts.splits and not facts.part:
         configs += [config(widths, 2, 2) for widths in all_widths if may_split(facts, *widths, gpu.sms)]
     of_three: list[tuple[int, int]] = []
     if blocks:
         of_three = [widths for widths in all_widths if sum(widths) <= _MOST_ROWS_OF_THREE]
-    elif T % _ROWS_OF_THREE == 0 and itemsize == out_itemsize == 2:
+    elif T % _ROWS_OF_THREE == 0 and itemsize == out_itemsize == 2 and not parts:
         of_three = list(WIDTHS_OF_THREE)
     configs += [c for c in (config(widths, 1, 3) for widths in of_three) if c.num_stages >= 3]
     return configs
@@ -746,7 +752,7 @@ def _plan(c: GemmSm90Config, facts: ProductFacts) -> _Plan:
     ends = [tma_tile(64, n, facts.out_itemsize) if n else None for n in pieces]
     few_x_tile, x_tile = (tma_tile(n, block_k, facts.itemsize) for n in (64, _ROWS if c.groups == 2 else 64))
     # Sums of fp8 products are at most _LARGEST² · K, and fp16 holds 65504.
-    halvings = max(0, math.ceil(math.log2(_LARGEST**2 * facts.K / 65504))) if rows > 192 else 0
+    halvings = max(0, math.ceil(math.log2(_LARGEST**2 * facts.K / 65504))) if rows > _MOST_ROWS_IN_FP32 else 0
     columns = rows // 2 if facts.gated else rows
     return _Plan(c, columns, few_x_tile, x_tile, (weights[0], weights[1]), (ends[0], ends[1]), 2.0**halvings)
 

@@ -66,7 +66,13 @@ class GemmSmallConfig:
 
 @compile_time
 class _Constants(NamedTuple):
-    """What a launch compiles in. SCALE_ROWS: rows of a block with one scale; None: there are no blocks. SPLIT: parts of K."""
+    """What a launch compiles in.
+
+    Args:
+        SCALE_ROWS: rows of a block with one scale; None: there are no blocks.
+        SPLIT: parts of K, each of another program.
+        ONE_ORDER: elements of K in a part, see `product.part_of`; 0: the parts are even, and a program has one.
+    """
 
     K: int
     SCALE_ROWS: int | None
@@ -75,6 +81,7 @@ class _Constants(NamedTuple):
     BLOCK_K: int
     BLOCK_T: int
     TMA: bool
+    ONE_ORDER: int = 0
 
 
 @triton.jit
@@ -87,9 +94,9 @@ def _load(ptrs, k, C, EVICT: tl.constexpr):
 
 
 @triton.jit
-def _product(w, x, acc):
+def _product(w, x, acc, C):
     """acc + w [BLOCK_N, BLOCK_K] · xᵀ, x [BLOCK_T, BLOCK_K]."""
-    if w.dtype == tl.float8e4nv:
+    if w.dtype == tl.float8e4nv and C.ONE_ORDER == 0:
         # Hopper's tensor cores keep few bits of fp8 sums: after each step in K, the sum is added in fp32.
         return tl.dot(w, x.T, acc, max_num_imprecise_acc=w.shape[1])
     else:
@@ -111,7 +118,8 @@ def _gemm_small_kernel(x, weight, weight_ptr, ep, out_ptr, sums_ptr, counters_pt
     """
     GATED: tl.constexpr = ep.activation is not None
     BLOCKS: tl.constexpr = C.SCALE_ROWS is not None
-    PART: tl.constexpr = ((C.K + C.SPLIT * C.BLOCK_K - 1) // (C.SPLIT * C.BLOCK_K)) * C.BLOCK_K
+    EVEN: tl.constexpr = ((C.K + C.SPLIT * C.BLOCK_K - 1) // (C.SPLIT * C.BLOCK_K)) * C.BLOCK_K
+    PART: tl.constexpr = C.ONE_ORDER if C.ONE_ORDER != 0 and C.SPLIT > 1 else EVEN
     tile = tl.program_id(0) // C.SPLIT
     part = tl.program_id(0) % C.SPLIT
     n0 = tile * C.BLOCK_N
@@ -139,7 +147,16 @@ def _gemm_small_kernel(x, weight, weight_ptr, ep, out_ptr, sums_ptr, counters_pt
     acc = tl.zeros((C.BLOCK_N, C.BLOCK_T), tl.float32)
     acc_up = acc
     x_scales = ep.x_scale + tl.minimum(t, T - 1) * ((C.K + 127) // 128) if BLOCKS else None
+    SEVERAL: tl.constexpr = C.SPLIT == 1 and C.ONE_ORDER != 0 and C.ONE_ORDER < C.K  # parts of a program
+    if SEVERAL:
+        sums = acc
+        sums_up = acc_up
     for start in range(first, last, C.BLOCK_K):
+        if SEVERAL:
+            ended = start % C.ONE_ORDER == 0
+            sums, acc = tl.where(ended, sums + acc, sums), tl.where(ended, 0.0, acc)
+            if GATED:
+                sums_up, acc_up = tl.where(ended, sums_up + acc_up, sums_up), tl.where(ended, 0.0, acc_up)
         j = (start + k)[None, :]
         if BLOCKS:
             # Loaded first, so that they arrive while the tiles are awaited. Of 32 steps, one finds them in L2, the others in L1.
@@ -154,10 +171,13 @@ def _gemm_small_kernel(x, weight, weight_ptr, ep, out_ptr, sums_ptr, counters_pt
         else:
             a = _load(x_ptrs + start, j, C, "evict_last")
             w = _load(w_ptrs + start, j, C, "evict_first")
-        acc = acc + tl.dot(w, a.T) * factor if BLOCKS else _product(w, a, acc)
+        acc = acc + tl.dot(w, a.T) * factor if BLOCKS else _product(w, a, acc, C)
         if GATED:
             w = weight.load([N + n0, start]) if C.TMA else _load(w_ptrs + up + start, j, C, "evict_first")
-            acc_up = acc_up + tl.dot(w, a.T) * factor_up if BLOCKS else _product(w, a, acc_up)
+            acc_up = acc_up + tl.dot(w, a.T) * factor_up if BLOCKS else _product(w, a, acc_up, C)
+    if SEVERAL:
+        acc = sums + acc
+        acc_up = sums_up + acc_up
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # after the last reads, see `pdl`
     residual = load_residual(ep, at, stored)  # before the wait for the other parts
@@ -198,6 +218,19 @@ def _tile(block_t: int, tiles: int, gated: bool, itemsize: int, num_sms: int) ->
 
 def rule(facts: ProductFacts, gpu: Gpu) -> GemmSmallConfig:
     """From sweeps (docs/decisions/linear-decode.md). It depends on T only through `token_block`."""
+    c = _free_rule(facts, gpu)
+    return _in_one_order(c, facts, gpu) if facts.part else c
+
+
+def _in_one_order(c: GemmSmallConfig, facts: ProductFacts, gpu: Gpu) -> GemmSmallConfig:
+    """The configuration with the parts of `product.part_of`: each of one program, or all if there are enough tiles."""
+    if facts.part == facts.K:
+        return replace(c, split=1)
+    enough = facts.gated or cdiv(facts.N, 64) >= 2 * gpu.sms
+    return replace(c, block_n=min(c.block_n, 64), split=1 if enough else cdiv(facts.K, facts.part))
+
+
+def _free_rule(facts: ProductFacts, gpu: Gpu) -> GemmSmallConfig:
     N, K, itemsize, gated, blocks, (cc, num_sms) = facts.N, facts.K, facts.itemsize, facts.gated, facts.blocks, gpu
     block_t, tiles, large = token_block(facts.T), cdiv(N, 64), shared_limit(cc) > _LARGE
     if itemsize == 4:
@@ -262,7 +295,7 @@ def gemm_small(product: Product, config: GemmSmallConfig | None = None) -> None:
     tiles = cdiv(N, c.block_n)
     split, sums, counters = 1, None, None
     if product.workspace is not None and c.split > 1:
-        split = even_parts(cdiv(K, c.block_k), c.split)
+        split = c.split if facts.part else even_parts(cdiv(K, c.block_k), c.split)
         sums, counters = product.workspace.sums(tiles * split * c.block_n * block_t), product.workspace.counters(tiles)
     if ep.row_maxima is not None and (product.gated or ep.row_maxima.shape[1] != tiles):
         expected, shown = f"a plain product, {tiles} places", f"{ep.activation}, {ep.row_maxima.shape[1]} places"
@@ -273,7 +306,7 @@ def gemm_small(product: Product, config: GemmSmallConfig | None = None) -> None:
         operands = (tiled(x, block_t, c.block_k), tiled(weight, c.block_n, c.block_k))
     _gemm_small_kernel[(tiles * split,)](
         *operands, weight, ep, product.out, sums, counters, T, N,
-        C=_Constants(K, scale_rows, split, c.block_n, c.block_k, block_t, tma),
+        C=_Constants(K, scale_rows, split, c.block_n, c.block_k, block_t, tma, facts.part),
         maxnreg=registers(c.num_warps, c.programs), **launch_options(c.num_warps, c.num_stages, product.pdl),
     )  # fmt: skip
 

@@ -19,7 +19,7 @@ from minirt.kernels.compile.tuning import Family, around
 from minirt.kernels.launch import Gpu, cdiv, launch_options
 from minirt.kernels.linear.epilogue import finish, load_residual, load_rows
 from minirt.kernels.linear.gemv import GemvConfig
-from minirt.kernels.linear.int4_words import factor, group_words, scale_words, zero_point
+from minirt.kernels.linear.int4_words import e2m1_bits, factor, group_words, scale_words, zero_point
 from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.prepared import compile_time, prepared
 from minirt.kernels.reference import INT4_CHUNK
@@ -103,13 +103,20 @@ def row_sum(acc, w, scales, low, high, totals, GROUP: tl.constexpr, share=1.0):
 
     low, high: four tiles of columns each, for the two words of a pair, times 2^(96 − 4j). totals: 2^−53 · sums of groups of x.
     """
-    other = w >> 16
-    for g in tl.static_range(4 // GROUP):
-        products = tl.zeros(w.shape, tl.float32)
-        for j in tl.static_range(GROUP * g, GROUP * g + GROUP):
-            products += (w & (15 << 4 * j)).to(tl.float32, bitcast=True) * low[j]
-            products += (other & (15 << 4 * j)).to(tl.float32, bitcast=True) * high[j]
-        acc += factor(scales[g]) * share * (_per_thread(products) - zero_point(scales[g]) * totals[g])
+    if scales[0].dtype == tl.uint32:
+        for j in tl.static_range(4):
+            bits = e2m1_bits(w, j)
+            products = (bits << 16).to(tl.float32, bitcast=True) * low[j]
+            products += (bits & -65536).to(tl.float32, bitcast=True) * high[j]
+            acc += factor(scales[0], j) * share * (_per_thread(products) * 2.0 ** (4 * j - 23))  # 2^(126 − (96 − 4j) − 53)
+    else:
+        other = w >> 16
+        for g in tl.static_range(4 // GROUP):
+            products = tl.zeros(w.shape, tl.float32)
+            for j in tl.static_range(GROUP * g, GROUP * g + GROUP):
+                products += (w & (15 << 4 * j)).to(tl.float32, bitcast=True) * low[j]
+                products += (other & (15 << 4 * j)).to(tl.float32, bitcast=True) * high[j]
+            acc += factor(scales[g]) * share * (_per_thread(products) - zero_point(scales[g]) * totals[g])
     return acc
 
 

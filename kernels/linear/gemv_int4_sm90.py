@@ -134,8 +134,9 @@ def _read(at, OFFSET: gl.constexpr):
 
 
 @gluon.jit
-def _read_word(at, OFFSET: gl.constexpr):
-    return gl.inline_asm_elementwise(f"ld.shared.b32 $0, [$1 + {OFFSET}];", "=r,r", [at], dtype=gl.int32, is_pure=False, pack=1)
+def _read_word(at, OFFSET: gl.constexpr, WORD: gl.constexpr):
+    word = gl.inline_asm_elementwise(f"ld.shared.b32 $0, [$1 + {OFFSET}];", "=r,r", [at], dtype=gl.int32, is_pure=False, pack=1)
+    return word.to(WORD, bitcast=True)
 
 
 @gluon.jit
@@ -223,6 +224,7 @@ def _gemv_int4_sm90_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: gl.c
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 8)
     GATED: gl.constexpr = ep.activation is not None
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
+    WORD: gl.constexpr = ep.scale.dtype.element_ty
     CHUNKS: gl.constexpr = (C.K + 127) // 128
     COUNT: gl.constexpr = (CHUNKS + C.WARPS - 1) // C.WARPS  # chunks of a warp
     MORE: gl.constexpr = CHUNKS - C.WARPS * (COUNT - 1)  # warps that have COUNT chunks
@@ -341,7 +343,9 @@ def _gemv_int4_sm90_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: gl.c
         for u in gl.static_range(C.UNROLL):
             _wait(C.STAGES - 1)
             x_slot = slot if C.X_IN_RING else step * (C.UNROLL * 256)
-            gate, up, x = _chunk(words_at + slot, scales_at + slot, x_at + x_slot, u * SLOT, X0 + u * XS, MOST, GATED, DTYPE)
+            gate, up, x = _chunk(
+                words_at + slot, scales_at + slot, x_at + x_slot, u * SLOT, X0 + u * XS, MOST, GATED, DTYPE, WORD
+            )  # fmt: skip
             if C.STAGES < COUNT:
                 _sync_warp()  # all lanes have read the slot
                 ring = (words_to + slot, entries_to + slot)
@@ -354,7 +358,9 @@ def _gemv_int4_sm90_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: gl.c
                 acc_up = multiply(up, x, acc_up, C.GROUP, 1)
     for i in gl.static_range(COUNT // C.UNROLL * C.UNROLL, COUNT):
         _wait(C.STAGES - 1)
-        gate, up, x = _chunk(words_at, scales_at, x_at, i % C.STAGES * SLOT, X0 + (i % XSLOTS) * XS, MOST, GATED, DTYPE)
+        gate, up, x = _chunk(
+            words_at, scales_at, x_at, i % C.STAGES * SLOT, X0 + (i % XSLOTS) * XS, MOST, GATED, DTYPE, WORD
+        )
         _commit()
         acc = multiply(gate, x, acc, C.GROUP, 1)
         if GATED:
@@ -375,17 +381,17 @@ def _gemv_int4_sm90_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: gl.c
 @gluon.jit
 def _chunk(
     words_at, scales_at, x_at, SLOT: gl.constexpr, X_SLOT: gl.constexpr, MOST: gl.constexpr, GATED: gl.constexpr,
-    DTYPE: gl.constexpr,
+    DTYPE: gl.constexpr, WORD: gl.constexpr,
 ):  # fmt: skip
     """A chunk of each warp: gate's tile, up's tile (as for `multiply`; empty if not gated), and x."""
     TILES: gl.constexpr = 2 if GATED else 1
     gate, up = (_read(words_at, SLOT),), ()
     for g in gl.static_range(MOST):
-        gate += (_read_word(scales_at, SLOT + 1024 * TILES + 64 * TILES * g),)  # type: ignore[assignment]
+        gate += (_read_word(scales_at, SLOT + 1024 * TILES + 64 * TILES * g, WORD),)  # type: ignore[assignment]
     if GATED:
         up += (_read(words_at, SLOT + 1024),)
         for g in gl.static_range(MOST):
-            up += (_read_word(scales_at, SLOT + 2048 + 128 * g + 64),)  # type: ignore[assignment]
+            up += (_read_word(scales_at, SLOT + 2048 + 128 * g + 64, WORD),)  # type: ignore[assignment]
     x = ()
     for j in gl.static_range(4):
         x += (_read(x_at, X_SLOT + 64 * j).to(DTYPE, bitcast=True),)  # type: ignore[assignment]

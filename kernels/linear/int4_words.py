@@ -4,6 +4,10 @@ A weight [N, K] is stored as words [N, ⌈K / 128⌉ · 32] of 16 bits and `scal
 word s holds the columns s, 32 + s, 64 + s and 96 + s, the lowest four bits first. So two neighbouring words are one register of
 the tensor cores' left operand four times over, and unpacking moves no value between threads. A scale is an fp32 number with the
 group's zero point in its four lowest bits; see `reference.dequantize_int4`. A group has 32, 64 or 128 columns.
+
+MXFP4 (OCP Microscaling, Rouhani et al. 2023) has the same words, of E2M1 codes. Its scale words, uint32 [⌈K / 128⌉, N], have an
+E8M0 byte 2^(byte − 127) for each 32 columns of a chunk, the first one lowest. The dtype of the scale words says which decoder a
+kernel compiles; the loops are the same.
 """
 
 import triton
@@ -16,9 +20,12 @@ from minirt.kernels.reference import int4_group
 
 
 @triton.jit
-def factor(words):
-    """The scale of each scale word, fp32."""
-    return (words & -16).to(tl.float32, bitcast=True)
+def factor(words, J: tl.constexpr = 0):
+    """The scale of each scale word, fp32; of MXFP4, that of its J-th 32 columns. A byte of 0 is a denormal number, 2^−127."""
+    if words.dtype == tl.uint32:
+        return tl.maximum(((words >> (8 * J)) & 0xFF).to(tl.int32) << 23, 0x00400000).to(tl.float32, bitcast=True)
+    else:
+        return (words & -16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -97,6 +104,79 @@ def unpack(w, zero):
 
 
 @triton.jit
+def e2m1_bits(w, J: tl.constexpr):
+    """Nibble J of both 16-bit words of each 32-bit integer, E2M1, as bf16 numbers that are 2^126 too small (0.5 is denormal)."""
+    magnitude = w << (6 - 4 * J) if J < 2 else w >> (4 * J - 6)
+    return ((w << (12 - 4 * J)) & -2147450880) | (magnitude & 0x01C001C0)
+
+
+@triton.jit
+def e2m1(w, J: tl.constexpr):
+    """Nibble J of each word, E2M1, in fp32."""
+    return (e2m1_bits(w.to(tl.int32), J) << 16).to(tl.float32, bitcast=True) * 2.0**126
+
+
+@triton.jit
+def unpack_e2m1(w, DTYPE: tl.constexpr):
+    """Words → the four tiles of their nibbles, E2M1, exact in DTYPE: bits are moved to where DTYPE has them, then scaled."""
+    if DTYPE == tl.bfloat16:  # noqa: SIM300
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 s0, s1, s2, m0, m1, m2, m3, unit, zero;
+            shl.b32 s0, $4, 12;
+            shl.b32 s1, $4, 8;
+            shl.b32 s2, $4, 4;
+            shl.b32 m0, $4, 6;
+            shl.b32 m1, $4, 2;
+            shr.u32 m2, $4, 2;
+            shr.u32 m3, $4, 6;
+            and.b32 m0, m0, 0x01c001c0;
+            and.b32 m1, m1, 0x01c001c0;
+            and.b32 m2, m2, 0x01c001c0;
+            and.b32 m3, m3, 0x01c001c0;
+            lop3.b32 m0, s0, 0x80008000, m0, 0xea;
+            lop3.b32 m1, s1, 0x80008000, m1, 0xea;
+            lop3.b32 m2, s2, 0x80008000, m2, 0xea;
+            lop3.b32 m3, $4, 0x80008000, m3, 0xea;
+            mov.b32 unit, 0x7e807e80;
+            mov.b32 zero, 0x80008000;
+            fma.rn.bf16x2 $0, m0, unit, zero;
+            fma.rn.bf16x2 $1, m1, unit, zero;
+            fma.rn.bf16x2 $2, m2, unit, zero;
+            fma.rn.bf16x2 $3, m3, unit, zero;
+            }""",
+            "=r,=r,=r,=r,r", [w], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 s0, s1, s2, m0, m1, m2, m3, unit;
+            shl.b32 s0, $4, 12;
+            shl.b32 s1, $4, 8;
+            shl.b32 s2, $4, 4;
+            shl.b32 m0, $4, 9;
+            shl.b32 m1, $4, 5;
+            shl.b32 m2, $4, 1;
+            shr.u32 m3, $4, 3;
+            and.b32 m0, m0, 0x0e000e00;
+            and.b32 m1, m1, 0x0e000e00;
+            and.b32 m2, m2, 0x0e000e00;
+            and.b32 m3, m3, 0x0e000e00;
+            lop3.b32 m0, s0, 0x80008000, m0, 0xea;
+            lop3.b32 m1, s1, 0x80008000, m1, 0xea;
+            lop3.b32 m2, s2, 0x80008000, m2, 0xea;
+            lop3.b32 m3, $4, 0x80008000, m3, 0xea;
+            mov.b32 unit, 0x74007400;
+            mul.rn.f16x2 $0, m0, unit;
+            mul.rn.f16x2 $1, m1, unit;
+            mul.rn.f16x2 $2, m2, unit;
+            mul.rn.f16x2 $3, m3, unit;
+            }""",
+            "=r,=r,=r,=r,r", [w], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
 def scaled(q, scale):
     """q · scale, rounded once to 16 bits: `scale` fp32 [rows, 1] is split into a high and a low part."""
     high = scale.to(q.dtype)
@@ -122,6 +202,19 @@ def scaled(q, scale):
             }""",
             "=r,r,r,r", [q, high, low], dtype=tl.float16, is_pure=True, pack=2,
         )  # fmt: skip
+
+
+@triton.jit
+def times_power(q, power):
+    """q · power, a power of two in fp32: exact in 16 bits, unless the result leaves their range."""
+    power, _ = tl.broadcast(power.to(q.dtype), q)
+    if q.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }",
+            "=r,r,r", [q, power], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [q, power], tl.float16, is_pure=True, pack=2)
 
 
 def scale_words(product: Product) -> tuple[Tensor, int]:

@@ -4,16 +4,20 @@
 field of an epilogue is a field here and its computation there.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from minirt.kernels.launch import Workspace
+from minirt.kernels.launch import Workspace, cdiv
 from minirt.kernels.reference import block_rows, weight_format
 
 # Names, because every launch looks them up.
 _new = tuple.__new__
+_LONGEST_PART = 2048  # elements of K: Hopper's tensor cores add fp8 products with about 14 bits
+_PROGRAMS = 320  # that read at full bandwidth. A constant: the order of sums must not depend on the GPU
+_MOST_PARTS = 8
 
 
 class RowMaxima(NamedTuple):
@@ -46,6 +50,7 @@ class Epilogue(NamedTuple):
         residual: [T, N], is added.
         multiplier: of logits. softcap: logits become softcap · tanh(logits / softcap). Both before the row maxima.
         row_maxima, row_maxima_stride, logits_needed: `RowMaxima`, and the distance of its rows.
+        limit, alpha: of a clamped SwiGLU, which replaces act(gate) · up (`reference.gated`).
     """
 
     scale: Tensor | None = None
@@ -58,6 +63,8 @@ class Epilogue(NamedTuple):
     row_maxima: Tensor | None = None
     row_maxima_stride: int = 0
     logits_needed: Tensor | None = None
+    limit: float | None = None
+    alpha: float | None = None
 
 
 class ProductFacts(NamedTuple):
@@ -73,6 +80,8 @@ class ProductFacts(NamedTuple):
         splits: whether K may be split: there is a workspace, and no row maxima are stored.
         E, k: number of experts, and how many of them a token uses.
         rows: of a tile of the tokens of one expert; 0: not tiled by expert.
+        part: elements of K whose products are added by themselves, before their sum is added to that of the parts before (see
+            `part_of`); 0: the kernel chooses.
     """
 
     T: int
@@ -87,6 +96,7 @@ class ProductFacts(NamedTuple):
     E: int = 1
     k: int = 1
     rows: int = 0
+    part: int = 0
 
 
 class Product(NamedTuple):
@@ -124,14 +134,21 @@ class Product(NamedTuple):
         """The format of the weight, as in `minirt.kernels.regimes.Limits.formats`."""
         return weight_format(self.weight, self.epilogue.scale, self.x.element_size())
 
+    @property
+    def invariant(self) -> bool:
+        """Whether the order of sums must not depend on the number of tokens."""
+        return self.workspace is not None and self.workspace.invariant
+
     def facts(self, tokens: int, E: int = 1, k: int = 1, rows: int = 0) -> ProductFacts:
         """What its launch configuration may depend on. The arguments are fields of `ProductFacts`, `tokens` is T."""
         x, out, ep, itemsize = self.x, self.out, self.epilogue, self.weight.element_size()
+        gated, blocks = ep.activation is not None, ep.scale is not None and self.scale_rows is not None
+        part = part_of(out.shape[1], x.shape[1], itemsize, gated, blocks) if self.invariant else 0
         # Every launch asks, and a call of the class takes several times as long.
         return _new(ProductFacts, (
             tokens, out.shape[1], x.shape[1], itemsize if itemsize == 1 else x.element_size(),  # 4-bit words have 2 bytes
-            ep.activation is not None, ep.residual is not None, ep.scale is not None and self.scale_rows is not None,
-            out.element_size(), self.workspace is not None and ep.row_maxima is None, E, k, rows,
+            gated, ep.residual is not None, blocks, out.element_size(), self.workspace is not None and ep.row_maxima is None,
+            E, k, rows, part,
         ))  # fmt: skip
 
     def with_x(self, x: Tensor, x_scale: Tensor | None = None) -> "Product":
@@ -144,6 +161,23 @@ class Product(NamedTuple):
     @property
     def scale_rows(self) -> int | None:
         return scale_rows(self.weight, self.epilogue.scale)
+
+
+@lru_cache(4096)
+def part_of(N: int, K: int, itemsize: int, gated: bool, blocks: bool) -> int:
+    """The one order of a product, for any number of tokens: the elements of K in a part of its sum, by the weight's shape alone.
+
+    Within a part, and from part to part, sums are added in ascending order, in fp32. In a part, results of tensor cores depend
+    neither on the tile nor on the length of a step, in 16 bits not on the instruction either (`tests/kernels/test_invariant.py`).
+    A split of K for few tokens needs as many parts as fill a GPU.
+    """
+    if itemsize == 4 or blocks:
+        return K
+    step = 256 // itemsize
+    parts = 1 if gated else max(1, min(_MOST_PARTS, _PROGRAMS // cdiv(N, 64), K // (2 * step)))
+    if itemsize == 1:
+        parts = max(parts, cdiv(K, _LONGEST_PART))
+    return K if parts == 1 else cdiv(cdiv(K, parts), step) * step
 
 
 def scale_rows(weight: Tensor, scale: Tensor | None) -> int | None:

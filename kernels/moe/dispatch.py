@@ -18,7 +18,7 @@ from minirt.kernels import reference
 from minirt.kernels.checks import check_arguments, check_tensor
 from minirt.kernels.launch import capability
 from minirt.kernels.linear.gemv import gemv
-from minirt.kernels.linear.product import Norm, Product
+from minirt.kernels.linear.product import Epilogue, Norm, Product
 from minirt.kernels.moe import experts_sm90, few_tokens, few_tokens_int4, products, products_int4, router
 from minirt.kernels.moe.mixture import Mixture, SharedOutput
 from minirt.kernels.moe.route import gather, last_tokens, route
@@ -137,9 +137,10 @@ ROUTER = (
 
 
 def router_logits(
-    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, top_k: int, *, four_bits: bool = False, pdl: bool = False
-) -> Tensor | LogitParts:
-    """rms_norm(x) · weightᵀ, for `mixture_residual`: x [T, H], norm_weight [H] or None (no norm), weight [E, H] → [T, E].
+    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, top_k: int, *, bias: Tensor | None = None,
+    four_bits: bool = False, pdl: bool = False,
+) -> Tensor | LogitParts:  # fmt: skip
+    """rms_norm(x) · weightᵀ + bias, for `mixture_residual`: x [T, H], norm_weight [H] or None (no norm), weight [E, H] → [T, E].
 
     If the kernels of few tokens do not take the step, K is split, and the partial sums are not added yet (`LogitParts`).
 
@@ -147,10 +148,11 @@ def router_logits(
     """
     T, E = x.shape[0], weight.shape[0]
     if not reference.few_tokens(T, top_k, E) or (four_bits and few_tokens_int4.MOST < T):
-        return router.router_logits(x, norm_weight, eps, weight, pdl=pdl)
+        return router.router_logits(x, norm_weight, eps, weight, bias=bias, pdl=pdl)
     logits = x.new_empty(T, E)
     if T:
-        gemv(Product(x, weight, logits, None if norm_weight is None else Norm(norm_weight, eps), pdl=pdl))
+        epilogue = Epilogue() if bias is None else Epilogue(bias=bias)
+        gemv(Product(x, weight, logits, None if norm_weight is None else Norm(norm_weight, eps), epilogue, pdl=pdl))
     return logits
 
 
@@ -158,6 +160,7 @@ def mixture_residual(
     h: Tensor, logits: Tensor | LogitParts, gate_up: Tensor, down: Tensor, residual: Tensor | None, top_k: int,
     normalize: bool, activation: str, *, norm_weight: Tensor | None = None, eps: float = 0.0,
     gate_up_scale: Tensor | None = None, down_scale: Tensor | None = None,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, limit: float = 0.0, alpha: float = 1.0,
     shared: SharedExpert | SharedOutput | None = None, side: SideStream | None = None, factors: Tensor | None = None,
     pdl: bool = False, check: bool = True,
 ) -> Tensor:  # fmt: skip
@@ -169,7 +172,7 @@ def mixture_residual(
     return mixture(
         Mixture(
             h, logits, gate_up, down, residual, torch.empty_like(h), top_k, normalize, activation, norm, gate_up_scale,
-            down_scale, shared, side, pdl, factors,
+            down_scale, shared, side, pdl, gate_up_bias, down_bias, limit, alpha, factors,
         ),
         check=check,
     )  # fmt: skip
@@ -214,6 +217,9 @@ def _check(m: Mixture) -> None:
     (T, H), dtype, device = m.h.shape, m.h.dtype, m.h.device
     if m.factors is not None:
         check_tensor("factors", m.factors, (len(m.gate_up),), dtype, device)
+    if isinstance(m.shared, SharedExpert) and (m.limit or m.gate_up_bias is not None or m.down_bias is not None):
+        what = "experts with biases or a limit do not compute it"
+        raise InputError(what, where="shared", expected="its output", found="a SharedExpert")
     if isinstance(m.shared, SharedOutput):
         check_tensor("shared.output", m.shared.output, (T, H), dtype, device)
         check_tensor("shared.gate", m.shared.gate, (T, 1), dtype, device)

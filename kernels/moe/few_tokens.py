@@ -122,9 +122,14 @@ def expert_shares(experts, weights, factors_ptr, DTYPE: tl.constexpr, TOP_K: tl.
 
 
 @triton.jit
-def finish_down(value, ep, shared, t, n, N):
-    """Outputs n of token t, from the sums over its experts: with what a shared expert has computed, and the residual, if any."""
+def finish_down(value, ep, shared, experts, shares, t, n, N):
+    """Outputs n of token t, from the sums over its experts: with their biases, what a shared expert has computed, and the
+    residual, if there are any."""
     at, valid = t * N + n, n < N
+    if ep.bias is not None:
+        for j in tl.static_range(len(experts)):
+            bias = tl.load(ep.bias + experts[j].to(tl.int64) * N + n, mask=valid, other=0.0)
+            value += shares[j] * bias.to(tl.float32)
     if shared is not None:
         output = tl.load(shared.output + at, mask=valid, other=0.0).to(tl.float32)
         value += tl.sigmoid(tl.load(shared.gate + t).to(tl.float32)) * output
@@ -370,7 +375,7 @@ def _down_round(tiles, experts, shares, x_ptr, weight_ptr, ep, shared, output, o
             sums = tl.zeros((C.BLOCK_N, C.BLOCK_K // C.CHUNK), tl.float32)
         if i % COUNT == COUNT - 1:
             column = n + i // COUNT * C.BLOCK_N
-            value = finish_down(tl.sum(out, 1), ep, output, t, column, N)
+            value = finish_down(tl.sum(out, 1), ep, output, experts, shares, t, column, N)
             tl.store(out_ptr + t * N + column, value.to(out_ptr.dtype.element_ty), mask=column < N)
             out = tl.zeros((C.BLOCK_N, C.BLOCK_K // C.CHUNK), tl.float32)
 

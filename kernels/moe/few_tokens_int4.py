@@ -8,6 +8,7 @@ each thread multiplies by the scale and the share of the expert that its words b
 takes as long as one or two outputs; so it computes several. Words and scales are loaded before the PDL wait.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -32,9 +33,10 @@ from minirt.kernels.reference import INT4_CHUNK, SharedExpert
 MOST = 3  # tokens; with more of them, tiles of tensor cores unpack each expert's weights once for all
 _WARP_PAIRS = 128  # pairs of words of a row in one load of a warp
 
-CASES = [  # group: columns of a scale
+CASES = [  # group: columns of a scale; "mx": MXFP4
     {"E": 7, "k": 3, "H": 72, "I": 40, "group": 32}, {"E": 40, "k": 8, "H": 136, "I": 24, "group": 64},
     {"E": 5, "k": 1, "H": 97, "I": 33, "group": 128}, {"E": 4, "k": 3, "H": 24, "I": 136, "group": 128},
+    {"E": 7, "k": 4, "H": 136, "I": 72, "group": "mx"},
 ]  # fmt: skip
 
 
@@ -134,7 +136,7 @@ def _few_gate_up_int4_kernel(
     both = tl.join(_rows_side_by_side(sums[: C.ROWS], C.ROWS), _rows_side_by_side(sums[C.ROWS :], C.ROWS))
     gate, up = tl.split(tl.sum(both, 0) * (2.0**53 * inverse_rms))
     n = first + tl.arange(0, C.ROWS)
-    out = finish(gate, up, load_rows(ep, n, n < N, N, False), (), (), ep)
+    out = finish(gate, up, load_rows(ep, expert.to(tl.int64) * 2 * N + n, n < N, N, False), (), (), ep)
     tl.store(out_ptr + (t * C.TOP_K + j) * N + n, out.to(out_ptr.dtype.element_ty), mask=n < N)
 
 
@@ -225,7 +227,7 @@ def _few_down_int4_kernel(
         sums = added
     n = first + tl.arange(0, C.ROWS)
     value = tl.sum(_rows_side_by_side(sums, C.ROWS), 0) * 2.0**53
-    value = finish_down(value, ep, shared, t, n, N)
+    value = finish_down(value, ep, shared, experts, shares, t, n, N)
     tl.store(out_ptr + t * N + n, value.to(out_ptr.dtype.element_ty), mask=n < N)
 
 
@@ -284,6 +286,8 @@ def gate_up(
     weight, out, T, N = product.weight, product.out, len(logits), product.out.shape[1]
     E, (scale, group) = weight.shape[0], scale_words(product)
     c = config or FAMILY.lookup(out.device, product.facts(T, E, top_k))
+    if config is None and scale.dtype == torch.uint32:  # MXFP4: two tiles of x would leave its decoder no registers
+        c = replace(c, num_warps=min(8, next_power_of_2(cdiv(weight.shape[2], 2 * _WARP_PAIRS))))
     programs = cdiv(N, c.block_n)
     _few_gate_up_int4_kernel[(T, programs, top_k)](
         product.x, product.norm, logits, weight.view(torch.int32), product.epilogue, out, scale.stride(0), scale.stride(1), E, N,

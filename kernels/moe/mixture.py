@@ -37,6 +37,8 @@ class Mixture(NamedTuple):
         side: the stream that computes `SharedOutput`, to be joined before it is read; None: this one.
         factors: [E], of the weights w of experts; None: 1.
         pdl: whether to overlap with the kernel before it in the stream (see `minirt.kernels.pdl`).
+        gate_up_bias, down_bias: [E, 2I] and [E, H], of h's dtype; None: there are none.
+        limit, alpha: of a clamped SwiGLU instead of the activation, see `reference.gated`; a limit of 0: there is none.
     """
 
     h: Tensor
@@ -54,6 +56,10 @@ class Mixture(NamedTuple):
     shared: SharedExpert | SharedOutput | None = None
     side: SideStream | None = None
     pdl: bool = False
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    limit: float = 0.0
+    alpha: float = 1.0
     factors: Tensor | None = None
 
     @property
@@ -97,8 +103,11 @@ class Mixture(NamedTuple):
 
     def first_product(self, x: Tensor, out: Tensor, norm: Norm | None = None, x_scale: Tensor | None = None) -> Product:
         """act(gate) · up of the rows of x."""
-        epilogue = Epilogue(self.gate_up_scale, x_scale, None, self.activation)
+        epilogue = Epilogue(self.gate_up_scale, x_scale, self.gate_up_bias, self.activation)
+        if self.limit:
+            epilogue = epilogue._replace(limit=self.limit, alpha=self.alpha)
         return Product(x, self.gate_up, out, norm, epilogue, None, self.pdl)
 
     def second_product(self, x: Tensor, out: Tensor, x_scale: Tensor | None = None, residual: Tensor | None = None) -> Product:
-        return Product(x, self.down, out, None, Epilogue(self.down_scale, x_scale, None, None, residual), None, self.pdl)
+        epilogue = Epilogue(self.down_scale, x_scale, self.down_bias, None, residual)
+        return Product(x, self.down, out, None, epilogue, None, self.pdl)

@@ -1,7 +1,8 @@
 """The products of a mixture of experts with 4-bit weights: as in `products`, with the tiles of `linear.gemm_int4`.
 
 The rows of an expert's weight are the tensor cores' left operand, its tokens the right one. Each group's sum is multiplied by its
-scale in fp32, so no weight is rounded, and a token's result does not depend on the other tokens.
+scale in fp32, so no weight is rounded, and a token's result does not depend on the other tokens. Scales of MXFP4 are powers of
+two, so they multiply the weights.
 """
 
 from dataclasses import dataclass
@@ -22,9 +23,9 @@ from minirt.kernels.moe import products
 from minirt.kernels.moe.route import Routing, token_regime
 from minirt.kernels.prepared import compile_time, prepared
 
-CASES = [  # group: columns of a scale
+CASES = [  # group: columns of a scale; "mx": MXFP4
     {"T": 1, "E": 5, "k": 3, "H": 72, "I": 40, "group": 32}, {"T": 7, "E": 4, "k": 2, "H": 320, "I": 136, "group": 64},
-    {"T": 70, "E": 3, "k": 2, "H": 200, "I": 67, "group": 128},
+    {"T": 70, "E": 3, "k": 2, "H": 200, "I": 67, "group": 128}, {"T": 5, "E": 4, "k": 2, "H": 200, "I": 72, "group": "mx"},
 ]  # fmt: skip
 
 
@@ -81,6 +82,7 @@ def _experts_int4_kernel(x_ptr, weight_ptr, ep, out_ptr, routing, most, scale_ex
     GATED: tl.constexpr = ep.activation is not None
     ROWS: tl.constexpr = 2 if GATED else 1  # of the weight, for each output
     CHUNKS: tl.constexpr = (C.K + 128 - 1) // 128
+    EXACT: tl.constexpr = ep.scale.dtype.element_ty != tl.uint32
     columns = tl.cdiv(N, C.BLOCK_N)
     tile = tl.program_id(0) // columns
     expert = tl.load(routing.tiles + tile)
@@ -105,12 +107,13 @@ def _experts_int4_kernel(x_ptr, weight_ptr, ep, out_ptr, routing, most, scale_ex
         k = chunk * 128
         x = load_chunk(x_ptrs, k, C.K)
         words = group_words(scales, scale_group, chunk, C.K, C.GROUP)
-        acc = multiply_chunk(tl.load(w_ptrs + k // 4), words, x, acc, C.GROUP, True, C.DTYPE, C.ASM)
+        acc = multiply_chunk(tl.load(w_ptrs + k // 4), words, x, acc, C.GROUP, EXACT, C.DTYPE, C.ASM)
         if GATED:
             words = group_words(scales + N, scale_group, chunk, C.K, C.GROUP)
             w = tl.load(w_ptrs + (k // 4 + up))
-            acc_up = multiply_chunk(w, words, x, acc_up, C.GROUP, True, C.DTYPE, C.ASM)
-    acc = finish(acc, acc_up, load_rows(ep, n[:, None], n[:, None] < N, N, False), (), (), ep)
+            acc_up = multiply_chunk(w, words, x, acc_up, C.GROUP, EXACT, C.DTYPE, C.ASM)
+    of_rows = load_rows(ep, expert.to(tl.int64) * N * ROWS + n[:, None], n[:, None] < N, N, False)
+    acc = finish(acc, acc_up, of_rows, (), (), ep)
     at = (place if GATED else pair).to(tl.int64)[None, :] * N + n[:, None]
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & valid[None, :])
 

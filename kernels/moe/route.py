@@ -104,7 +104,7 @@ class _PlaceConstants(NamedTuple):
 
 
 @triton.jit
-def _sum_parts(parts_ptr, squares_ptr, H, eps, t, e, T, E, C, DTYPE: tl.constexpr):
+def _sum_parts(parts_ptr, squares_ptr, bias_ptr, H, eps, t, e, T, E, C, DTYPE: tl.constexpr):
     """One token's logits from their parts, see `LogitParts`."""
     logits = tl.zeros(e.shape, tl.float32)
     for part in tl.static_range(C.PARTS):
@@ -113,12 +113,14 @@ def _sum_parts(parts_ptr, squares_ptr, H, eps, t, e, T, E, C, DTYPE: tl.constexp
         part = tl.arange(0, C.BLOCK_P)
         squares = tl.sum(tl.load(squares_ptr + part * T + t, mask=part < C.PARTS, other=0.0), 0)
         logits *= tl.rsqrt(squares / H + eps)
+    if bias_ptr is not None:
+        logits += tl.load(bias_ptr + e, mask=e < E, other=0.0).to(tl.float32)
     return logits.to(DTYPE)
 
 
 @prepared
 @triton.jit(do_not_specialize=["T"])
-def _choose_kernel(logits_ptr, squares_ptr, factors_ptr, H, eps, routing, counts_ptr, T, E, C, PDL: tl.constexpr):
+def _choose_kernel(logits_ptr, squares_ptr, bias_ptr, factors_ptr, H, eps, routing, counts_ptr, T, E, C, PDL: tl.constexpr):
     """Choose the experts of one token: its TOP_K largest shares, the lower expert of equal ones first. Count them."""
     t = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, C.BLOCK_E)
@@ -128,7 +130,7 @@ def _choose_kernel(logits_ptr, squares_ptr, factors_ptr, H, eps, routing, counts
     if C.PARTS == 0:
         logits = tl.load(logits_ptr + t * E + e, mask=e < E, other=0.0)
     else:
-        logits = _sum_parts(logits_ptr, squares_ptr, H, eps, t, e, T, E, C, routing.weights.dtype.element_ty)
+        logits = _sum_parts(logits_ptr, squares_ptr, bias_ptr, H, eps, t, e, T, E, C, routing.weights.dtype.element_ty)
     shares, bits = shares_of(logits, e, E)
     weights = tl.zeros((C.BLOCK_K,), tl.float32)
     experts = tl.zeros((C.BLOCK_K,), tl.int32)
@@ -276,16 +278,16 @@ def route(
     weights = given.new_empty(T, top_k, dtype=logits.dtype)
     routing = Routing(weights, ints(T, top_k), ints(pairs), ints(pairs), ints(3, most), ints(1), block_t)
     if T:
-        counts, squares, hidden, eps = None, None, 1, 0.0
+        counts, squares, bias, hidden, eps = None, None, None, 1, 0.0
         if parts is not None:
             counts, parts.counts = parts.counts, None
-            squares, hidden, eps = parts.squares, parts.hidden, parts.eps
+            squares, bias, hidden, eps = parts.squares, parts.bias, parts.hidden, parts.eps
         if counts is None:
             counts = given.new_zeros(E, dtype=torch.int32)
         few = T <= FEW
         choose, place = _constants(count, top_k, normalize, E, block_t, next(n for n in _LAST_FEW if n >= T) if few else 0)
         _choose_kernel[(T,)](
-            given, squares, factors, hidden, eps, routing, counts, T, E,
+            given, squares, bias, factors, hidden, eps, routing, counts, T, E,
             C=choose, **launch_options(1 if choose.BLOCK_E <= 256 else 4, 1, pdl),
         )  # fmt: skip
         _place_kernel[(E,)](routing, counts, pairs, most, E, C=place, **launch_options(4 if few else 16, 1, pdl))

@@ -35,6 +35,7 @@ class LogitParts:
         squares: [P, T] fp32, a token's sum of squares of each part of the hidden size; None: there is no norm.
         hidden, eps: the hidden size, and what is added to a mean square.
         dtype: to which the logits are rounded.
+        bias: [E], is added to the logits; None: there is none.
     """
 
     sums: Tensor
@@ -43,6 +44,7 @@ class LogitParts:
     hidden: int
     eps: float
     dtype: torch.dtype
+    bias: Tensor | None = None
 
 
 @compile_time
@@ -106,8 +108,10 @@ def _split(T: int) -> tuple[int, int]:
     return (16, 16) if T <= 64 else (64, 16) if T <= 512 else (64, 4)
 
 
-def router_logits(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, *, pdl: bool = False) -> LogitParts:
-    """Parts of rms_norm(x) · weightᵀ: x [T, H], norm_weight [H] or None (no norm), weight [E, H]."""
+def router_logits(
+    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, *, bias: Tensor | None = None, pdl: bool = False
+) -> LogitParts:
+    """Parts of rms_norm(x) · weightᵀ + bias: x [T, H], norm_weight [H] or None (no norm), weight [E, H], bias [E] or None."""
     (T, H), E = x.shape, weight.shape[0]
     (block_t, parts), block_k = _split(T), 256 // x.element_size()
     part = cdiv(cdiv(H, parts), block_k) * block_k
@@ -120,7 +124,7 @@ def router_logits(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Ten
         x, norm_weight, weight, sums, counts, squares, T, E, C=_Constants(H, part, block_t, block_e, block_k, T <= _EARLY),
         **launch_options(4 if block_t == 16 else 8, 1, pdl),
     )  # fmt: skip
-    return LogitParts(sums, counts, squares, H, eps, x.dtype)
+    return LogitParts(sums, counts, squares, H, eps, x.dtype, bias)
 
 
 def cost(T: int, E: int, H: int, itemsize: int) -> tuple[int, int]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from minirt.device import AbsentGPU
+    from minirt.modeling.quantization_config import QuantizationConfig
 
 
 @command(short_help="List the presets, and which of them fit.")
@@ -46,26 +47,36 @@ def models(output_format: str, **options: Any) -> None:
 def _rows(device: "torch.device | AbsentGPU") -> list[dict[str, Any]]:
     from minirt.models import presets
 
-    rows = [_row(EMBEDDED, None, device)]
-    rows += [_row(preset.name, preset.hub_id, device) for preset in presets() if preset.quantization is None]
-    releases = {preset.name.removesuffix("-FP8") for preset in presets() if preset.quantization is not None}
+    rows, releases = [_row(EMBEDDED, None, device, None)], set[str]()
+    for preset in presets():
+        if preset.name.endswith("-FP8"):
+            releases.add(preset.name.removesuffix("-FP8"))
+        else:
+            rows.append(_row(preset.name, preset.hub_id, device, preset.quantization))
     return [row | {"fp8_release": row["name"] in releases} for row in rows]
 
 
-def _row(name: str, hub_id: str | None, device: "torch.device | AbsentGPU") -> dict[str, Any]:
+def _row(
+    name: str, hub_id: str | None, device: "torch.device | AbsentGPU", stated: "QuantizationConfig | None"
+) -> dict[str, Any]:
+    """`stated`: the quantization of the model's only release, beside which no other is possible."""
     import torch
 
     from minirt.device import compute_capability
     from minirt.loading.load import find
     from minirt.loading.memory import plan_memory
+    from minirt.loading.stored_formats import stored_formats
     from minirt.modeling.formats import Quantization
     from minirt.modeling.model import Model
     from minirt.models import build
 
     config = find(name, None, need_weights=False)[1]
-    plain, fp8, int4 = (Model(config, build(config), form) for form in (None, Quantization("fp8"), Quantization("int4")))
+    forms: list[Any] = [None, Quantization("fp8"), Quantization("int4")]
+    if stated is not None:
+        forms = [stored_formats(build(config), None, stated)] * 3
+    plain, fp8, int4 = (Model(config, build(config), form) for form in forms)
     # The options to try, with the model that they give and the lowest compute capability; the first needs none.
-    options = [("", plain, (0, 0)), ("--fp8", fp8, (8, 9)), ("--quantize int4", int4, (8, 0))]
+    options = [("", plain, (0, 0)), ("--fp8", fp8, (8, 9)), ("--quantize int4", int4, (8, 0))][: 1 if stated else 3]
     if device.type == "cpu":
         narrow = [(f"--dtype bfloat16 {option}".rstrip(), model, torch.bfloat16) for option, model, _ in options]
         ways = [("", plain, torch.float32), *narrow]

@@ -136,7 +136,8 @@ def linear_shapes(model: "Model") -> "list[LinearShape]":
         for linear, gated, residual, logits, experts in layer.linear_ops():
             rows = linear.out_features // (experts[0] if experts else 1) // (2 if gated else 1)
             stored = linear.format
-            int4, fp8 = stored is not None and stored.name == "int4", stored is not None and stored.name != "int4"
+            int4 = stored is not None and stored.name in ("int4", "mxfp4")
+            fp8 = stored is not None and not int4
             blocks = fp8 and stored is not None and len(stored.scale_shape(linear.rows, linear.in_features)) == 2
             shape = rows, linear.in_features, gated, residual, model.dtype, fp8, logits, experts
             of_layer.append(LinearShape(*shape, blocks=blocks, int4=int4))

@@ -14,7 +14,7 @@ from minirt.layers.base import Forward, Layer, LinearOp, checkpoint_names, regis
 from minirt.layers.mlp import triton_add
 from minirt.modeling.config import AttentionSettings, ModelConfig
 from minirt.modeling.formats import FP8
-from minirt.modeling.parameters import OF_ADDED, Interleaved, NormWeight, PackedLinear, Part, stacked
+from minirt.modeling.parameters import OF_ADDED, Interleaved, NormWeight, PackedLinear, Part, Values, stacked
 from minirt.step.batch import Batch
 from minirt.step.kv_cache import LayerKV, PagesSpec
 
@@ -29,7 +29,7 @@ class Attention(Layer):
     Args:
         norm: checkpoint name of the norm of the layer's input; None: there is none.
         prefix: checkpoint prefix of the parts `q_proj`, `k_proj`, `v_proj`, `o_proj` and, if `settings` have them, `q_norm`,
-            `k_norm` and `gate_proj`. `names`: the names of parts that a checkpoint calls differently ({"o_proj": "dense"}).
+            `k_norm`, `gate_proj` and `sinks`. `names`: those that a checkpoint calls differently ({"o_proj": "dense"}).
             Q, K and V with one name are one linear, which has their rows in this order.
         settings: what this layer computes; None: `config.attention()`. `decoder_layers` gives each layer its settings.
         post_norm: checkpoint name of a norm of what is added to x (a sandwich norm); None: there is none.
@@ -65,6 +65,7 @@ class Attention(Layer):
         if settings.qk_norm not in (None, "plain"):
             sizes = (q_rows, kv_rows) if settings.qk_norm == "weighted_all" else (d, d)
             self.q_norm, self.k_norm = (NormWeight(*of, centered) for of in zip((q_norm, k_norm), sizes, strict=True))
+        self.sinks = Values(f"{prefix}.sinks", (settings.num_heads,), (-1.0, 1.0)) if settings.sinks else None
         self.post_norm = NormWeight(post_norm, h, centered, typical=OF_ADDED) if post_norm else None
         self.post_norm_eps = config.rms_norm_eps if post_norm_eps is None else post_norm_eps
         self.residual_multiplier = residual_multiplier
@@ -124,7 +125,8 @@ def eager(layer: Attention) -> Forward:
         reference.write_kv(k, kv.k, tables.slot_mapping, kv.k_scale)
         reference.write_kv(v, kv.v, tables.slot_mapping, kv.v_scale)
         a = reference.paged_attention(
-            q, kv.k, kv.v, tables.block_tables, batch.query_lens, batch.seq_lens, settings.scale, kv.k_scale, kv.v_scale, window
+            q, kv.k, kv.v, tables.block_tables, batch.query_lens, batch.seq_lens, settings.scale, kv.k_scale, kv.v_scale, window,
+            None if layer.sinks is None else layer.sinks.weight,
         ).view(-1, nq * d)  # fmt: skip
         if settings.gate is not None:
             a = reference.gate_output(a, gate.flatten(1))
@@ -142,6 +144,8 @@ def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
         return f"head_dim {settings.head_dim} is none of {', '.join(map(str, HEAD_DIMS))}"
     if settings.head_dim > 256 and layer.context.dtype == torch.float32 and is_gpu(device):
         return f"there is no kernel for heads of {settings.head_dim} channels in float32"
+    if settings.head_dim > 256 and layer.context.invariant:
+        return f"there is no batch-invariant kernel for heads of {settings.head_dim} channels"
     if (group := settings.num_heads // settings.num_kv_heads) > MAX_GROUP:
         return f"{group} query heads share a KV head, more than {MAX_GROUP}"
     if layer.context.kv_dtype == FP8 and is_gpu(device):
@@ -151,7 +155,7 @@ def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
     return triton_unsupported(layer, device)
 
 
-@register("attention", "triton", unsupported=_triton_unsupported, capturable=True)
+@register("attention", "triton", unsupported=_triton_unsupported, capturable=True, batch_invariant=True)
 def triton(layer: Attention) -> Forward:
     """Kernels: norm + QKV (and gate) + bias; QK-norm, RoPE, KV write, attention and gating (`attention`); O + residual.
 
@@ -197,6 +201,7 @@ def triton(layer: Attention) -> Forward:
             qkv, kv, sequences, scores, qkv.new_empty(len(qkv), nq, d),
             Rope(of_rope, q_norm, k_norm, eps, normalize, query_scales, *of_v), batch.positions, tables.slot_mapping, workspace,
             batch.max_splits, batch.max_seq_len, batch.max_query_len, pdl=pdl, gate=gate, side=side,
+            sinks=None if layer.sinks is None else layer.sinks.weight,
         )).view(-1, nq * d)  # fmt: skip
         a = layer.hooked(a, batch)
         if residual_product:

@@ -37,6 +37,7 @@ class LayerContext:
     """Shared by the layers of one model, on its device: cos|sin tables [max_model_len, R] fp32 of R rotated channels, the
     kernels' workspace, and the dtypes of activations and KV pages.
 
+    `invariant`: whether a row's result must not depend on the other rows, and is set before layers are bound.
     `undoable`: the largest number of new tokens of a sequence (1 + drafts) with which a step can be undone, to any of them. 0: no
     step can. It is set before layers' caches are allocated.
     """
@@ -45,7 +46,7 @@ class LayerContext:
         self, max_model_len: int, device: torch.device, kv_dtype: torch.dtype = torch.float32, dtype: torch.dtype = torch.float32
     ) -> None:
         self.max_model_len, self.device, self.kv_dtype, self.dtype = max_model_len, device, kv_dtype, dtype
-        self.undoable = 0
+        self.undoable, self.invariant = 0, False
         self._ropes: dict[tuple[RopeConfig, int], Tensor] = {}
         self._query_scales: dict[RopeConfig, Tensor] = {}
 
@@ -72,14 +73,14 @@ class LayerContext:
         """Scratch memory for kernels that split their work; created at the first use by a Triton layer."""
         from minirt.kernels.launch import Workspace
 
-        return Workspace(self.device)
+        return Workspace(self.device, invariant=self.invariant)
 
     @cached_property
     def side_stream(self) -> "SideStream":
         """For kernels of CUDA graphs that can run beside others; created at the first use by a Triton layer."""
         from minirt.kernels.side_stream import SideStream
 
-        return SideStream(self.device)
+        return SideStream(self.device, invariant=self.invariant)
 
 
 class LinearOp(NamedTuple):
@@ -248,7 +249,7 @@ class Implementation:
     """One way to compute a layer kind.
 
     `unsupported(layer, device)` returns the reason why it cannot run the layer, or None. `capturable`: whether a CUDA graph can
-    contain it.
+    contain it. `batch_invariant`: see `register`.
     """
 
     kind: str
@@ -256,14 +257,16 @@ class Implementation:
     factory: Factory
     unsupported: Callable[[Layer, torch.device], str | None]
     capturable: bool = False
+    batch_invariant: bool = False
 
 
 _REGISTRY: dict[tuple[str, str], Implementation] = {}
 
 
 def register(
-    kind: str, name: str, *, unsupported: Callable[[Layer, torch.device], str | None] | None = None, capturable: bool = False
-) -> Callable[[Factory], Factory]:
+    kind: str, name: str, *, unsupported: Callable[[Layer, torch.device], str | None] | None = None, capturable: bool = False,
+    batch_invariant: bool = False,
+) -> Callable[[Factory], Factory]:  # fmt: skip
     """Decorator: make `factory(layer) -> forward(x, batch, kv)` available by `name` to the layers of a kind, as in
     `--impl 'layers.*.mlp=<name>'` or `--impl head=<name>`. The output of `forward` must be contiguous, have the layer's shape
     and dtype, and be on its device.
@@ -276,6 +279,8 @@ def register(
             for all steps of that size. So it must never wait for the GPU, and it must read all values that differ between steps
             (tokens, positions, lengths) from tensors on the device. If one layer of a model is not capturable, no step runs as a
             CUDA graph.
+        batch_invariant: if `layer.context.invariant`, a token gets the same bits whatever the step computes besides. Else
+            `--batch-invariant` refuses the layer.
     Raises:
         InputError: an unusable kind, name or argument.
         UnsupportedError: the name is taken.
@@ -288,13 +293,15 @@ def register(
         raise UnsupportedError("this implementation name is taken", where=call)
     if unsupported is not None and not callable(unsupported):
         raise InputError("unsupported= is not a function", where=call, found=type(unsupported).__name__)
-    if not isinstance(capturable, bool):
-        raise InputError("capturable= is not a bool", where=call, found=type(capturable).__name__)
+    for what, flag in (("capturable", capturable), ("batch_invariant", batch_invariant)):
+        if not isinstance(flag, bool):
+            raise InputError(f"{what}= is not a bool", where=call, found=type(flag).__name__)
 
     def decorate(factory: Factory) -> Factory:
         if not callable(factory):
             raise InputError("not a factory", where=call, expected="a function of the layer", found=type(factory).__name__)
-        _REGISTRY[kind, name] = Implementation(kind, name, factory, unsupported or (lambda layer, device: None), capturable)
+        able = unsupported or (lambda layer, device: None)
+        _REGISTRY[kind, name] = Implementation(kind, name, factory, able, capturable, batch_invariant)
         return factory
 
     return decorate

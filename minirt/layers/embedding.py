@@ -59,7 +59,7 @@ def eager(layer: Embedding) -> Forward:
     return forward
 
 
-@register("embedding", "triton", unsupported=triton_unsupported, capturable=True)
+@register("embedding", "triton", unsupported=triton_unsupported, capturable=True, batch_invariant=True)
 def triton(layer: Embedding) -> Forward:
     from minirt.kernels.embedding import embedding
 

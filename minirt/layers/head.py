@@ -42,7 +42,8 @@ class Head(Layer):
             return 0
         from minirt.kernels.linear.dispatch import row_maxima_tiles
 
-        return row_maxima_tiles(rows, self.lm_head.weight, self.norm.weight.dtype, self.lm_head.scale)
+        lm_head = self.lm_head
+        return row_maxima_tiles(rows, lm_head.weight, self.norm.weight.dtype, lm_head.scale, self.context.workspace)
 
     def returns(self, x: Tensor, batch: Batch) -> tuple[tuple[int, ...], torch.dtype]:
         return (x.shape[0], self.lm_head.out_features), torch.float32
@@ -60,7 +61,7 @@ def eager(layer: Head) -> Forward:
     return forward
 
 
-@register("head", "triton", unsupported=triton_unsupported, capturable=True)
+@register("head", "triton", unsupported=triton_unsupported, capturable=True, batch_invariant=True)
 def triton(layer: Head) -> Forward:
     """One fused operation: norm + LM head."""
     from minirt.kernels.linear.dispatch import norm_linear

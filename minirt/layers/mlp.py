@@ -86,7 +86,7 @@ def triton_add(layer: "MLP | Attention", x: Tensor, y: Tensor) -> Tensor:
     return y if factor is None else y.mul_(factor)
 
 
-@register("mlp", "triton", unsupported=triton_unsupported, capturable=True)
+@register("mlp", "triton", unsupported=triton_unsupported, capturable=True, batch_invariant=True)
 def triton(layer: MLP) -> Forward:
     """Two fused operations: norm + gate/up + activation, and down + residual.
 

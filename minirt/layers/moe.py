@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class MoE(Layer):
     """x + Σ_j w_j · expert_j(norm(x)) over the k experts that the router chooses for a token, x [T, H], or [R, H] after `Select`.
 
-    An expert is a gated MLP without biases. The sizes are those of `config.moe`. The router and the gate of the shared expert are
-    never quantized.
+    An expert is a gated MLP, without biases unless `config.moe` has them, as it has the sizes. The router and the gate of the
+    shared expert are never quantized.
 
     Args:
         norm: checkpoint name of the norm of the layer's input.
@@ -43,11 +43,11 @@ class MoE(Layer):
         router, experts, shared, shared_gate = checkpoint_names(prefix, "gate experts shared_expert shared_expert_gate", names)
         self.moe = moe
         self.norm = NormWeight(norm, h, config.zero_centered_norms)
-        self.router = PackedLinear([Part(router, moe.num_experts)], h, quantizable=False)
+        self.router = PackedLinear([Part(router, moe.num_experts)], h, moe.bias, quantizable=False)
         i, shared_i = moe.intermediate_size, moe.shared_intermediate_size
         gate_up = [Part("gate_proj", i), Part("up_proj", i)]
-        self.gate_up = PackedExperts(experts, gate_up, h, moe.num_experts, "gate_up_proj")
-        self.down = PackedExperts(experts, [Part("down_proj", h)], i, moe.num_experts, "down_proj")
+        self.gate_up = PackedExperts(experts, gate_up, h, moe.num_experts, "gate_up_proj", moe.bias)
+        self.down = PackedExperts(experts, [Part("down_proj", h)], i, moe.num_experts, "down_proj", moe.bias)
         self.shared_gate_up: PackedLinear | None = None
         self.shared_down: PackedLinear | None = None
         self.shared_gate: PackedLinear | None = None
@@ -91,12 +91,13 @@ def eager(layer: MoE) -> Forward:
     eps, activation, moe = layer.config.rms_norm_eps, layer.config.hidden_act, layer.moe
     norm, router, shared = layer.norm, layer.router, _shared_expert(layer)
     (gate_up, gate_up_scale), (down, down_scale) = layer.gate_up.stacked, layer.down.stacked
-    stored = gate_up, down, gate_up_scale, down_scale
+    stored, biases = (gate_up, down, gate_up_scale, down_scale), (layer.gate_up.stacked_bias, layer.down.stacked_bias)
 
     def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
         h = reference.rms_norm(x, norm.weight, eps)
-        weights, experts = reference.route(reference.linear(h, router.weight), moe.experts_per_token, moe.normalize)
-        y = reference.mixture(h, weights, experts, gate_up, down, activation, gate_up_scale, down_scale)
+        weights, experts = reference.route(reference.linear(h, router.weight, router.bias), moe.experts_per_token, moe.normalize)
+        rest = gate_up_scale, down_scale, None, *biases, moe.limit, moe.alpha
+        y = reference.mixture(h, weights, experts, gate_up, down, activation, *rest)
         if shared is not None:
             joins_experts = reference.computes_shared(len(x), moe.experts_per_token, *stored, shared)
             y = y + reference.shared_expert(h, shared, activation, False if joins_experts else None)
@@ -119,6 +120,7 @@ def triton(layer: MoE) -> Forward:
     side, top_k = None if expert is None else layer.context.side_stream, moe.experts_per_token
     (gate_up, gate_up_scale), (down, down_scale) = layer.gate_up.stacked, layer.down.stacked
     stored, four_bits = (gate_up, down, gate_up_scale, down_scale), gate_up.dtype == torch.int16
+    gate_up_bias, down_bias = layer.gate_up.stacked_bias, layer.down.stacked_bias
 
     def output(x: Tensor, expert: SharedExpert, side: "SideStream") -> SharedOutput:
         """The shared expert's, beside the kernels that follow."""
@@ -132,10 +134,11 @@ def triton(layer: MoE) -> Forward:
         shared: SharedExpert | SharedOutput | None = expert
         if expert is not None and side is not None and not reference.computes_shared(len(x), top_k, *stored, expert):
             shared = output(x, expert, side)
-        logits = router_logits(x, norm.weight, eps, router.weight, top_k, four_bits=four_bits, pdl=pdl)
+        logits = router_logits(x, norm.weight, eps, router.weight, top_k, bias=router.bias, four_bits=four_bits, pdl=pdl)
         return mixture_residual(
             x, logits, gate_up, down, x, top_k, moe.normalize, activation, norm_weight=norm.weight, eps=eps,
-            gate_up_scale=gate_up_scale, down_scale=down_scale, shared=shared, side=side, pdl=pdl, check=False,
+            gate_up_scale=gate_up_scale, down_scale=down_scale, gate_up_bias=gate_up_bias, down_bias=down_bias, limit=moe.limit,
+            alpha=moe.alpha, shared=shared, side=side, pdl=pdl, check=False,
         )  # fmt: skip
 
     return forward

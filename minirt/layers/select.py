@@ -28,7 +28,7 @@ def eager(layer: Select) -> Forward:
     return forward
 
 
-@register("select", "triton", unsupported=triton_unsupported, capturable=True)
+@register("select", "triton", unsupported=triton_unsupported, capturable=True, batch_invariant=True)
 def triton(layer: Select) -> Forward:
     """Uses the embedding kernel, with the residual stream as the table."""
     from minirt.kernels.embedding import embedding
@@ -74,7 +74,7 @@ def tap_eager(layer: Tap) -> Forward:
     return forward
 
 
-@register("tap", "triton", unsupported=triton_unsupported, capturable=True)
+@register("tap", "triton", unsupported=triton_unsupported, capturable=True, batch_invariant=True)
 def tap_triton(layer: Tap) -> Forward:
     from minirt.kernels.norm import rms_norm
 

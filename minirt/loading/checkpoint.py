@@ -16,13 +16,16 @@ from minirt.device import on_device
 from minirt.errors import CheckpointError, DeviceError, OutOfMemoryError, inside
 from minirt.files import parse_json
 from minirt.modeling.config import shown
-from minirt.modeling.formats import CHUNK, E4M3, FLOATS, FP8, INT32, INT64, TensorSpec
+from minirt.modeling.formats import CHUNK, E4M3, FLOATS, FP8, INT32, INT64, UINT8, TensorSpec
 from minirt.modeling.model import Model
 from minirt.modeling.parameters import Parameter
 from minirt.sizes import format_size
 from minirt.wording import warn
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, E4M3: FP8, INT32: torch.int32, INT64: torch.int64}
+_DTYPES = {
+    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, E4M3: FP8, INT32: torch.int32, INT64: torch.int64,
+    UINT8: torch.uint8,
+}  # fmt: skip
 # Buffers that old transformers releases saved. The runtime computes them from the config.
 DERIVED = "rotary_emb.inv_freq"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -370,7 +373,7 @@ def load(
     _read_all([entries[name] for name in biases], _check_zero)
     _read_all(tied, lambda entry, tensor: _check_tied(model, entry, tensor))
     if on_gpu:
-        torch.cuda.synchronize(model.device)
+        torch.cuda.current_stream(model.device).synchronize()
     return total, unused
 
 

@@ -140,6 +140,7 @@ def build(options: LoadOptions, source: Source, entries: Entries | None, device:
     model = Model(config, layers, formats, draft)
     if drafts := options.draft_needs.max_drafts:  # states are larger, which plans count
         model.keep_undo(1 + drafts)
+    model.batch_invariant = options.batch_invariant
     return model
 
 

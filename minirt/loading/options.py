@@ -69,11 +69,13 @@ class LoadOptions(Settings):
         details="auto: on a GPU the checkpoint's dtype, on a CPU float32.")
     quantization: str | None = setting(
         "Quantize the weights of all linear layers while they are loaded, to FP8 or to 4 bits.",
-        option="--quantize", kind=("fp8", "int4"), elsewhere={"vLLM": "quantization"}, short={"--fp8": "fp8"}, scope="model",
+        option="--quantize", kind=("fp8", "int4", "mxfp4"), elsewhere={"vLLM": "quantization"}, short={"--fp8": "fp8"},
+        scope="model",
         details='"fp8": e4m3 with a scale for each output channel. "int4": 4 bits with a scale for each output channel and 128 '
-        "input channels. Activations and the embedding keep the dtype. None for a checkpoint that is quantized already.")
+        'input channels. "mxfp4": E2M1 with a power of two for 32 of them. Activations and the embedding keep the dtype. None '
+        "for a checkpoint that is quantized already.")
     quantize_head: bool | None = setting(
-        "Quantize the LM head too. Default: with fp8, unless it is tied to the embedding; with int4, no.",
+        "Quantize the LM head too. Default: with fp8, unless it is tied to the embedding; else no.",
         option="--quantize-head/--no-quantize-head --fp8-head/--no-fp8-head", scope="model")
     revision: str | None = setting("Branch, tag or commit of a Hub model.", scope="model")
     impl: str | Sequence[str] = setting(
@@ -128,6 +130,11 @@ class LoadOptions(Settings):
         "Memory for states of recurrent layers (Qwen3.5, 3.6, 3.8) that the prefix cache keeps; 0: no prefix cache. Default: a "
         "quarter of the memory for them and KV pages, at most four states for each sequence.", kind="size", check=_size(0),
         scope="memory", engine=True, details="Never more than `kv_cache_memory` leaves.")
+    batch_invariant: bool = setting(
+        "A request's tokens and log-probabilities do not depend on other requests, chunks, cached prefixes or drafts, to the "
+        "last bit.", False, scope="model",
+        details="On a GPU, for models of attention and MLP layers in 16 or 32 bits, or in FP8. Others are refused. Steps take "
+        "about a tenth longer.", elsewhere={"vLLM": "VLLM_BATCH_INVARIANT", "SGLang": "enable_deterministic_inference"})
     max_step_ms: float = setting(
         "On a GPU: milliseconds that a step may spend on prompts while other requests decode; 0: no limit.", 60.0,
         check=Number(0, text="milliseconds, or 0 for any time"), scope="load", engine=True,
@@ -161,7 +168,7 @@ class LoadOptions(Settings):
     def __post_init__(self) -> None:
         if self.quantize_head is not None and self.quantization is None:
             place = "--quantize-head" if self.quantize_head else "--no-quantize-head"
-            raise ConfigError("needs --quantize fp8 or --quantize int4", where=place)
+            raise ConfigError("needs --quantize", where=place)
         if self.check_weights and self.random_weights:
             raise ConfigError("random weights have no checkpoint to check", where="--check-weights", hint="use one of the two")
         if self.layers is not None and not callable(self.layers):

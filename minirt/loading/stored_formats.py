@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from minirt.errors import CheckpointError, ConfigError, UnsupportedError
 from minirt.layers import Layer
-from minirt.loading.checkpoint import MAX_SHOWN, Entries, attention_scales, some_names
+from minirt.loading.checkpoint import MAX_SHOWN, Entries, Entry, attention_scales, some_names
 from minirt.modeling import formats
 from minirt.modeling.formats import E4M3, FLOATS, INT32, LinearFormat
-from minirt.modeling.quantization_config import INT4_LAYOUTS, LOAD_UNQUANTIZED, QuantizationConfig, Scheme, fp8_scheme
+from minirt.modeling.quantization_config import INT4_LAYOUTS, LOAD_UNQUANTIZED, MXFP4, QuantizationConfig, Scheme, fp8_scheme
 from minirt.wording import warn
 
 _BOTH = "keep one form: remove the others from the files, and from the index"
@@ -129,6 +129,8 @@ class _Search:
     def format(self, module: str, scheme: Scheme) -> LinearFormat:
         """The format of a quantized linear."""
         layout = scheme.layout
+        if layout is MXFP4:
+            return formats.StoredMxfp4()
         if scheme.scales == "block":
             return formats.StoredFp8Blocks(layout.scale_name)
         if scheme.scales != "group":
@@ -148,6 +150,9 @@ class _Search:
         may_be_plain = stated is not None and stated.may_be_plain(module)
         if not self.seen:
             return None if may_be_plain else scheme
+        blocks = self.entries.get(f"{module}{MXFP4.value_name}")
+        if module in self.entries or blocks is not None:
+            return self._of_experts(module, blocks, scheme)
         if weight is None or (names == ["weight"] and weight.dtype in FLOATS):
             if scales:
                 dtype = "no weight" if weight is None else f"a weight of dtype {weight.dtype}"
@@ -184,6 +189,22 @@ class _Search:
         if four_bits and scheme.symmetric and not layout.symmetric_zeros and self.names(module, layout.zero_name):
             place = self.entries[f"{module}.{layout.zero_name}"].place
             raise CheckpointError("zero points of symmetric weights", where=place, expected="none", found="a tensor")
+        return scheme
+
+    def _of_experts(self, module: str, blocks: Entry | None, scheme: Scheme | None) -> Scheme | None:
+        """How the experts of a layer are stored in one tensor, which has their biases beside it (`PackedExperts`)."""
+        if blocks is None:
+            if scheme is not None:
+                self.unlisted.append(module)
+            return None
+        if module in self.entries:
+            raise CheckpointError("the weight is stored twice", where=blocks.place, found=f"{module} and its blocks")
+        if f"{module}{MXFP4.scale_name}" not in self.entries:
+            what, hint = "the quantized weight has no scale", "the checkpoint is incomplete"
+            raise CheckpointError(what, where=blocks.place, expected=f"{module}{MXFP4.scale_name}", hint=hint)
+        if scheme is None or scheme.layout is not MXFP4:
+            what, expected = "the weight is in MXFP4, but config.json does not say so", "quant_method mxfp4"
+            raise ConfigError(what, where=blocks.place, expected=expected, found=scheme and str(scheme))
         return scheme
 
     def refuse_quantized(self, specs: Iterable[Sequence]) -> None:

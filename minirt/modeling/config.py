@@ -48,7 +48,8 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "attention_factor beta_fast beta_slow low_freq_factor high_freq_factor short_factor long_factor": (1e-6, 1e6),
     "partial_rotary_factor no_rope_layers": (0, 1),
     "embedding_multiplier residual_multiplier attention_multiplier logits_scaling alpha qk_scale_factor": (1e-6, 1e6),
-    "output_multiplier final_logit_softcapping": (1e-6, 1e6), "post_norm_eps": (1e-20, 0.1), "layer_rope_theta": (0, 1e15),
+    "output_multiplier final_logit_softcapping swiglu_limit swiglu_alpha": (1e-6, 1e6), "post_norm_eps": (1e-20, 0.1),
+    "layer_rope_theta": (0, 1e15),
 }  # fmt: skip
 BOUNDS = {name: bounds for names, bounds in _BOUNDS.items() for name in names.split()}
 
@@ -99,6 +100,7 @@ class AttentionSettings:
         v_is_k: v is made from the output of k's projection, before the norm and the rotation of k. There is no projection of v.
         window: a token sees itself and at most window − 1 tokens before it (sliding-window attention, Beltagy et al. 2020); None:
             all tokens before it.
+        sinks: whether each head has one more score, a weight, of a token whose V is 0.
     """
 
     num_heads: int
@@ -111,6 +113,7 @@ class AttentionSettings:
     qk_norm: str | None = None
     gate: str | None = None
     window: int | None = None
+    sinks: bool = False
     normalize_v: bool = False
     v_is_k: bool = False
 
@@ -157,6 +160,8 @@ class MoEConfig:
         intermediate_size: that of one expert. `shared_intermediate_size`: that of the expert that every token uses; 0: none.
         normalize: whether the weights of a token's experts are divided by their sum.
         sparse_step, dense_layers: layer i is a mixture if it is not in `dense_layers` and i + 1 is a multiple of `sparse_step`.
+        bias: whether the router and the experts have biases.
+        limit, alpha: of a clamped SwiGLU (`reference.gated`) in the place of the activation; 0: there is none.
     """
 
     num_experts: int
@@ -166,6 +171,9 @@ class MoEConfig:
     normalize: bool = True
     sparse_step: int = 1
     dense_layers: frozenset[int] = frozenset()
+    bias: bool = False
+    limit: float = 0.0
+    alpha: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -211,6 +219,7 @@ class ModelConfig:
     window_rope: RopeConfig | None = None  # that of `window_layers`; None: `rope`
     no_rope_layers: frozenset[int] = frozenset()  # layers without rotary embedding
     attention_gate: str | None = None  # see `AttentionSettings.gate`
+    attention_sinks: bool = False  # see `AttentionSettings.sinks`
     zero_centered_norms: bool = False  # the checkpoint stores norm weights minus 1
     post_norm_eps: float | None = None  # see `MLP`; None: rms_norm_eps
     attention_scale: float | None = None  # see `AttentionSettings.scale`; None: head_dim^(-1/2)
@@ -228,7 +237,7 @@ class ModelConfig:
             self.num_heads, self.num_kv_heads, self.head_dim, None if layer in self.no_rope_layers else rope,
             self.attention_scale or self.head_dim**-0.5, self.qkv_bias, self.o_bias,
             "weighted" if self.qk_norm else None, self.attention_gate,
-            self.sliding_window if layer in self.window_layers else None,
+            self.sliding_window if layer in self.window_layers else None, self.attention_sinks,
         )  # fmt: skip
 
     def within(self, length: int) -> "ModelConfig":

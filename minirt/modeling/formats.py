@@ -17,13 +17,13 @@ from torch import Tensor
 from minirt.device import compute_capability, interpreting, on_device, triton_installed
 from minirt.errors import CheckpointError, ConfigError
 from minirt.kernels import reference
-from minirt.kernels.reference import FP8_BLOCK, INT4_CHUNK, INT4_ZERO, pack_int4, pack_int4_scale
+from minirt.kernels.reference import FP8_BLOCK, INT4_CHUNK, INT4_ZERO, MX_GROUP, pack_int4, pack_int4_scale, pack_mxfp4_scale
 from minirt.modeling.quantization_config import Scheme
 
 FP8 = torch.float8_e4m3fn
 CHUNK = 1 << 22  # weights quantized at a time; quantization to FP8 by PyTorch needs 9 temporary bytes per weight
 FLOATS = ("F32", "F16", "BF16")  # names of dtypes in safetensors files
-E4M3, INT32, INT64 = "F8_E4M3", "I32", "I64"
+E4M3, INT32, INT64, UINT8 = "F8_E4M3", "I32", "I64", "U8"
 
 
 class TensorSpec(NamedTuple):
@@ -64,12 +64,14 @@ class LinearFormat(ABC):
         name: as the plan shows it. Formats with one name have the same memory and the same kernels.
         capability: the lowest compute capability of its kernels; infinity: no Triton kernel computes it.
         rounds_activations: whether steps of several tokens round activations to e4m3.
+        batch_invariant: whether its kernels have one order of sums for any number of tokens (`kernels.regimes.SumOrder`).
         chunk: weights that are quantized or repacked at a time.
     """
 
     name: ClassVar[str]
     capability: ClassVar[float] = 8.9
     rounds_activations: ClassVar[bool] = True
+    batch_invariant: ClassVar[bool] = True
     chunk: ClassVar[int] = CHUNK
 
     def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
@@ -244,7 +246,7 @@ class _Int4(LinearFormat):
 
     name = "int4"
     capability = 8.0
-    rounds_activations = False
+    rounds_activations = batch_invariant = False
     group: int
 
     def scale_shape(self, rows: Sequence[int], K: int) -> tuple[int, ...]:
@@ -273,6 +275,49 @@ class QuantizedToInt4(_Int4):
 
     chunk = CHUNK // 2  # needs 14 temporary bytes per weight
     group: int = INT4_CHUNK
+
+
+@dataclass(frozen=True)
+class QuantizedToMxfp4(_Int4):
+    """`--quantize mxfp4`: E2M1 with a power of two for each row and 32 columns, see `reference.quantize_mxfp4`."""
+
+    name = "mxfp4"
+    chunk = CHUNK // 8  # needs 60 temporary bytes per weight
+    group: int = INT4_CHUNK  # columns of a scale word, which has four scales
+
+    def allocate(self, rows: Sequence[int], K: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        words, scale = super().allocate(rows, K, device)
+        return words, scale.view(torch.uint32)
+
+    def quantize(self, source: Tensor, scale_rows: Tensor) -> Tensor:
+        words, scale = reference.quantize_weight(source, self.name)
+        _copy_words(scale, scale_rows)
+        return words
+
+
+def _copy_words(words: Tensor, target: Tensor) -> None:
+    target.view(torch.int32).copy_(words.view(torch.int32))  # PyTorch has few operations for uint32
+
+
+@dataclass(frozen=True)
+class StoredMxfp4(QuantizedToMxfp4):
+    """MXFP4 experts in the checkpoint, repacked while they are loaded: tensors of all experts of a layer, see `PackedExperts`."""
+
+    def of_experts(self, name: str, E: int, rows: int, K: int) -> Iterator[TensorSpec]:
+        """A block is 32 columns, a byte two of them, the lower four bits first."""
+        groups = -(-K // MX_GROUP)
+        yield TensorSpec(f"{name}_blocks", (E, rows, groups, MX_GROUP // 2), (UINT8,), pieces=True)
+        yield TensorSpec(f"{name}_scales", (E, rows, groups), (UINT8,), pieces=True)
+
+    def load(self, what: str, source: Tensor, target: PackedTensors, place: slice, first: int = 0) -> None:
+        """`what`: "blocks" or "scales", of the rows `place`."""
+        if what == "blocks":
+            pairs = source.flatten(1)
+            target.weight[place] = pack_int4(torch.stack((pairs & 15, pairs >> 4), -1).flatten(1))
+        elif bad := int((source == 255).sum()):
+            raise CheckpointError(f"{bad} scales are NaN", expected="exponents from 0 to 254", found="255")
+        else:
+            _copy_words(pack_mxfp4_scale(source), target.scale[:, place])
 
 
 @dataclass(frozen=True)
@@ -407,7 +452,7 @@ class FormatChoice(ABC):
         """
 
 
-_QUANTIZED: dict[str, LinearFormat] = {"fp8": QuantizedToFp8(), "int4": QuantizedToInt4()}
+_QUANTIZED: dict[str, LinearFormat] = {"fp8": QuantizedToFp8(), "int4": QuantizedToInt4(), "mxfp4": QuantizedToMxfp4()}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from minirt.device import AbsentGPU, is_gpu, on_device
 from minirt.errors import ConfigError, UnsupportedError
 from minirt.layers import Layer, LayerContext, Select, implementation
-from minirt.layers.base import BUILT_IN, has_implementation
+from minirt.layers.base import BUILT_IN, Implementation, has_implementation
 from minirt.modeling.config import ModelConfig, RopeConfig
 from minirt.modeling.formats import FormatChoice
 from minirt.modeling.parameters import Parameter
@@ -56,6 +56,7 @@ class Model:
                 key = name, parameter.format, parameter.compile_key()  # some rows of a weight are another parameter
                 layer.share(seen.setdefault(key, parameter), parameter)
         self.device, self.dtype, self.kv_dtype, self.max_model_len = torch.device("meta"), torch.float32, torch.float32, 0
+        self.batch_invariant = False
         self.plan = Plan((), "meta", "the layers have no implementation yet")
 
     def unique_layers(self) -> Iterator[Layer]:
@@ -129,6 +130,7 @@ class Model:
         for parameter in self.parameters():
             parameter.allocate(device, dtype)
         shared = LayerContext(max_model_len, device, self.kv_dtype, dtype)
+        shared.invariant = self.batch_invariant
         for layer in self.unique_layers():
             layer.context = shared
         for rope, rotary_dim in self.ropes:
@@ -149,7 +151,7 @@ class Model:
         default, rules = parse_impl(impl)
         for layer in self.unique_layers():
             # Also in a model without weights, which is only planned.
-            layer.context.dtype, layer.context.kv_dtype = self.dtype, self.kv_dtype
+            layer.context.dtype, layer.context.kv_dtype, layer.context.invariant = self.dtype, self.kv_dtype, self.batch_invariant
         dtype, rows = str(self.dtype).removeprefix("torch."), list[PlanRow]()
         bound: dict[int, tuple[str, str]] = {}
         counted: set[int] = set()
@@ -185,6 +187,8 @@ class Model:
         reason = chosen.unsupported(layer, self.device)
         if reason is not None:
             raise UnsupportedError(f"{wanted} cannot run {layer.name}: {reason}", where=why)
+        if self.batch_invariant:
+            _check_invariance(layer, chosen)
         if not isinstance(self.device, AbsentGPU):  # there, Triton would be imported for nothing, and need not be installed
             layer.bind(chosen)
         return wanted, why
@@ -236,6 +240,16 @@ class Model:
             if batch.logits is not None and x.data_ptr() != batch.logits.data_ptr():  # the head did not write to `logits`
                 x = batch.logits.copy_(x)
         return x
+
+
+def _check_invariance(layer: Layer, chosen: Implementation) -> None:
+    """Refuse a layer whose results may depend on what else a step computes."""
+    other = next((p.format for p in layer.parameters() if p.format is not None and not p.format.batch_invariant), None)
+    if chosen.batch_invariant and other is None:
+        return
+    what = f"implementation {chosen.name!r} of a layer of kind {layer.kind!r}" if other is None else f"weights in {other.name}"
+    expected = "layers and formats that declare one order of sums for any number of tokens"
+    raise UnsupportedError(f"{layer.name}: {what} cannot be batch-invariant", where="--batch-invariant", expected=expected)
 
 
 def in_order(config: ModelConfig, layers: Iterable[Layer]) -> list[Layer]:

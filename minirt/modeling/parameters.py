@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from minirt.errors import UnsupportedError
-from minirt.modeling.formats import LinearFormat, PackedTensors, TensorSpec
+from minirt.kernels.reference import WORDS
+from minirt.modeling.formats import LinearFormat, PackedTensors, StoredMxfp4, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -240,17 +241,25 @@ class PackedExperts(PackedLinear):
     [E, N, K]. The loader finds out which (`minirt.loading.stored_formats`). With `--fp8`, each row of each expert has its own
     scale. With FP8 in blocks, no block has rows of two parts or experts.
 
+    Experts with biases (gpt-oss) have another form: `PREFIX.{fused}` [E, K, N] or, in MXFP4, `…_blocks` and `…_scales`, and
+    `…_bias` [E, N]. Their rows are those of the parts in turn, one of each.
+
     Args:
         prefix: the checkpoint prefix of all experts (`….mlp.experts`).
         parts: name (`gate_proj`) and rows of each part of one expert.
         fused: the name of the tensor that holds all experts, in checkpoints that have it (`gate_up_proj`); None: there are none.
+        bias: whether they have biases.
     """
 
-    def __init__(self, prefix: str, parts: Sequence[Part], in_features: int, num_experts: int, fused: str | None = None) -> None:
+    def __init__(
+        self, prefix: str, parts: Sequence[Part], in_features: int, num_experts: int, fused: str | None = None, bias: bool = False
+    ) -> None:
         stacked = [Part(f"{prefix}.{e}.{part.name}", part.rows) for e in range(num_experts) for part in parts]
-        super().__init__(stacked, in_features)
-        self.num_experts, self.fused = num_experts, False
-        self.fused_tensor = None if fused is None else f"{prefix}.{fused}"
+        super().__init__(stacked, in_features, bias)
+        self.num_experts, self.fused, self.parts_in_turn = num_experts, False, len(parts)
+        self.fused_tensor = None if fused is None or bias else f"{prefix}.{fused}"
+        if bias:
+            self.modules = (f"{prefix}.{fused}",)
 
     def fuse(self) -> None:
         self.fused = True
@@ -261,22 +270,46 @@ class PackedExperts(PackedLinear):
         """Views of the weight as [E, N, K], and of the scale as [E, …]."""
         scale = self.scale
         if scale is not None:
-            rows = 1 if scale.dtype == torch.int32 else 0  # the words of scales have rows of the weight in the second dimension
+            rows = 1 if scale.dtype in WORDS else 0  # the words of scales have rows of the weight in the second dimension
             scale = scale.unflatten(rows, (self.num_experts, -1)).movedim(rows, 0)
         return self.weight.unflatten(0, (self.num_experts, -1)), scale
+
+    @property
+    def stacked_bias(self) -> Tensor | None:
+        """A view of the bias as [E, N]."""
+        return None if self.bias is None else self.bias.unflatten(0, (self.num_experts, -1))
 
     def compile_key(self) -> tuple[Hashable, ...]:
         return *super().compile_key(), self.num_experts
 
     def expected(self) -> Iterator[TensorSpec]:
-        if self.fused and self.fused_tensor is not None:
+        if self.has_bias:
+            (name,), E, N, K = self.modules, self.num_experts, self.out_features // self.num_experts, self.in_features
+            if isinstance(self.format, StoredMxfp4):
+                yield from self.format.of_experts(name, E, N, K)
+            else:
+                yield TensorSpec(name, (E, K, N), pieces=True)
+            yield TensorSpec(f"{name}_bias", (E, N))
+        elif self.fused and self.fused_tensor is not None:
             shape = self.num_experts, self.out_features // self.num_experts, self.in_features
             yield TensorSpec(self.fused_tensor, shape, pieces=True)
         else:
             yield from super().expected()
 
     def load(self, name: str, source: Tensor, first: int = 0) -> None:
-        if self.fused:
+        if self.has_bias:
+            what = name.removeprefix(self.modules[0])
+            rows = (source if what else source.transpose(1, 2)).to(self.weight.device)
+            rows = rows.unflatten(1, (-1, self.parts_in_turn)).transpose(1, 2).flatten(0, 2)
+            start = first * (self.out_features // self.num_experts)
+            if what == "_bias" and self.bias is not None:
+                self.bias.copy_(rows)
+            elif what and self.format is not None and self.scale is not None:
+                tensors = PackedTensors(self.weight, self.scale, self.rows)
+                self.format.load(what.removeprefix("_"), rows, tensors, slice(start, start + len(rows)))
+            else:
+                self._load_rows(rows, start)
+        elif self.fused:
             self._load_rows(source.flatten(0, 1), first * source.shape[1])
         else:
             super().load(name, source, first)

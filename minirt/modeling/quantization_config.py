@@ -17,11 +17,11 @@ from minirt.modeling.patterns import matches, parsed
 from minirt.wording import warn
 
 BLOCK = 128
-LOAD_UNQUANTIZED = "load the unquantized checkpoint; minirt quantizes while loading, with --quantize fp8 or --quantize int4"
+LOAD_UNQUANTIZED = "load the unquantized checkpoint; minirt quantizes while loading, with --quantize fp8, int4 or mxfp4"
 _PLANNED = f"planned; until then, {LOAD_UNQUANTIZED}"
 # Methods that are refused, with the hint.
 _REFUSED = {
-    **dict.fromkeys(("mxfp4", "modelopt_fp4"), _PLANNED), "bitsandbytes": f"bitsandbytes is not planned; {LOAD_UNQUANTIZED}",
+    "modelopt_fp4": _PLANNED, "bitsandbytes": f"bitsandbytes is not planned; {LOAD_UNQUANTIZED}",
     "gguf": f"GGUF is not planned; {LOAD_UNQUANTIZED}",
 }  # fmt: skip
 # ModelOpt's names of what the weights are.
@@ -65,6 +65,9 @@ INT4_LAYOUTS = {
 }
 
 
+MXFP4 = Layout("_blocks", "_scales", transposed=False)  # of all experts of a layer: ends of names, not components
+
+
 @dataclass(frozen=True)
 class Scheme:
     """How the weights of a linear are stored: 4 bits in groups of columns, or e4m3. Scales multiply.
@@ -91,6 +94,8 @@ class Scheme:
     def __str__(self) -> str:
         if self.scales != "group":
             return f"FP8, one scale for each {'block of 128x128' if self.scales == 'block' else self.scales}"
+        if self.layout is MXFP4:
+            return "MXFP4"
         groups = "one group a row" if self.group is None else f"groups of {self.group}"
         return f"4 bits, {groups}, {'symmetric' if self.symmetric else 'with zero points'}"
 
@@ -423,7 +428,13 @@ def _read_modelopt(fields: Fields) -> QuantizationConfig | None:
     return _of_all("modelopt", fields, scheme, _modules(fields, "exclude_modules", "ignore"), "quant_algo")
 
 
+def _read_mxfp4(fields: Fields) -> QuantizationConfig:
+    """gpt-oss: the experts. Lists name other modules."""
+    groups = ((Modules(frozenset(), ("*.experts.*",)), Scheme(MXFP4, 32)),)
+    return QuantizationConfig("mxfp4", fields.place("quant_method"), groups, _modules(fields, "modules_to_not_convert"))
+
+
 METHODS = {
     "fp8": _read_fp8, "compressed-tensors": _read_compressed_tensors, "modelopt": _read_modelopt, "gptq": _read_gptq,
-    "awq": _read_awq, "auto-round": _read_auto_round,
+    "awq": _read_awq, "auto-round": _read_auto_round, "mxfp4": _read_mxfp4,
 }  # fmt: skip

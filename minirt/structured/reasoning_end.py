@@ -1,10 +1,13 @@
 """`ReasoningEnd`: the text that ends a reasoning block, after which the grammar begins."""
 
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+
+_MESSAGE = b"<|message|>"
 
 
 def bits(tokens: Iterable[int], words: int) -> Tensor:
@@ -19,7 +22,8 @@ class ReasoningEnd:
     """A text, and the tokens that go beyond it. They are not allowed, so the grammar's text begins with a token.
 
     Args:
-        text: not empty.
+        text: not empty. If it ends with `<|message|>`, which ends the header of a message (gpt-oss), the header may have a few
+            words more, such as `<|constrain|>json`.
         tokens: the texts of all tokens with their ids, sorted.
         words: int32 words of a mask.
 
@@ -28,7 +32,12 @@ class ReasoningEnd:
     """
 
     def __init__(self, text: str, tokens: Sequence[tuple[bytes, int]], words: int) -> None:
-        self._text = end = text.encode()
+        end = text.encode()
+        self._ends, self._most = re.compile(re.escape(end)), len(end)  # what ends the block, and its longest form
+        if (header := end.removesuffix(_MESSAGE)) not in (b"", end):
+            self._ends = re.compile(re.escape(header) + rb"[^<]{0,32}(?:<\|constrain\|>[^<]{0,32})?" + re.escape(_MESSAGE))
+            self._most, end = len(end) + 77, _MESSAGE
+        self._last = end
         containing = ((data, token) for data, token in tokens if end in data)
         self.within = ~bits((token for data, token in containing if data.index(end) + len(end) < len(data)), words)
         # For each number of its bytes that a text ends with: the tokens that begin with the others and are longer.
@@ -42,15 +51,15 @@ class ReasoningEnd:
 
     def ends(self, text: bytes) -> bool:
         """Whether the block has ended in this text."""
-        return self._text in text
+        return self._ends.search(text) is not None
 
     def tail(self, text: bytes) -> bytes:
         """The end of a text that has not ended the block. It may hold the beginning of what ends it."""
-        return text[max(0, len(text) - len(self._text) + 1) :]
+        return text[max(0, len(text) - self._most + 1) :]
 
     def restrict(self, mask: Tensor, tail: bytes) -> None:
         """Remove the tokens that complete a beginning of `text` in `tail` and go beyond it from a row of a mask."""
         if tail:
             for count, others in self._after.items():
-                if tail.endswith(self._text[:count]):
+                if tail.endswith(self._last[:count]):
                     mask &= others

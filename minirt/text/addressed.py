@@ -6,7 +6,7 @@ The prompt ends with `<|start|>assistant`, so an answer begins within the header
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from minirt.text.reply import (
@@ -21,12 +21,13 @@ from minirt.text.reply import (
     content,
 )
 
-_START, _ROLE, _TO, _MESSAGE, _ENDS = "<|start|>", "assistant", "to=", "<|message|>", ("<|eom|>", "<|eot|>")
-_NAME = re.compile(r"[^\s<]{0,200}")
+START, ROLE, TO, MESSAGE = "<|start|>", "assistant", "to=", "<|message|>"
+_ENDS = ("<|eom|>", "<|eot|>")
+NAME = re.compile(r"[^\s<]{0,200}")
 _BREAK = "\n\n"  # between two messages of one kind
-MARKERS = (_START, _MESSAGE, *_ENDS)
+MARKERS = (START, MESSAGE, *_ENDS)
 # Whose messages are reasoning, and after what a grammar begins: `ReplyFormat.reasoning` of this form.
-ADDRESSED = (f"{_TO}self{_MESSAGE}", f"{_TO}user{_MESSAGE}")
+ADDRESSED = (f"{TO}self{MESSAGE}", f"{TO}user{MESSAGE}")
 
 
 def is_addressed(template: str | None) -> bool:
@@ -34,16 +35,16 @@ def is_addressed(template: str | None) -> bool:
     return template is not None and "to=self" in template and ("<|eom|>" in template or "<atem:function_calls>" in template)
 
 
-def opened(prompt: str) -> str:
-    """What a prompt has of the answer's first message, after `<|start|>assistant`."""
-    last = prompt.rpartition(_START)[2] if _START in prompt else ""
-    return last.removeprefix(_ROLE) if last.startswith(_ROLE) and not any(end in last for end in _ENDS) else ""
+def opened(prompt: str, ends: Sequence[str] = _ENDS) -> str:
+    """What a prompt has of the answer's first message, after `<|start|>assistant`. `ends`: what ends a message."""
+    last = prompt.rpartition(START)[2] if START in prompt else ""
+    return last.removeprefix(ROLE) if last.startswith(ROLE) and not any(end in last for end in ends) else ""
 
 
 def answers(prompt: str) -> bool:
     """Whether a prompt ends within a message to the user."""
-    header, message, _ = opened(prompt).partition(_MESSAGE)
-    return bool(message) and header.strip() in ("", f"{_TO}user")
+    header, message, _ = opened(prompt).partition(MESSAGE)
+    return bool(message) and header.strip() in ("", f"{TO}user")
 
 
 class AddressedParser(StatefulParser):
@@ -58,6 +59,9 @@ class AddressedParser(StatefulParser):
         aside: messages to others are reasoning, because the content has a grammar. Excludes `calls`.
     """
 
+    ends: Sequence[str] = _ENDS  # of messages
+    begins: Sequence[str] = (START, TO)  # of headers: one that is cut off is left out
+
     def __init__(self, begun: str = "", calls: Callable[[], Parser] | None = None, aside: bool = False) -> None:
         super().__init__()
         self._make, self._others = calls, ReasoningDelta if aside else ContentDelta
@@ -70,13 +74,13 @@ class AddressedParser(StatefulParser):
 
     def _between(self) -> list[Event] | None:
         """In a header, before its address."""
-        marker = self._next(_START, _ROLE, _TO, _MESSAGE)
+        marker = self._next(START, ROLE, TO, MESSAGE)
         if not marker:
             return None if marker is None else self._no_header()
         self._keep(len(marker))
-        if marker == _MESSAGE:
+        if marker == MESSAGE:
             return self._open("")
-        self._state = self._address if marker == _TO else self._between
+        self._state = self._address if marker == TO else self._between
         return []
 
     def _keep(self, length: int) -> None:
@@ -85,7 +89,7 @@ class AddressedParser(StatefulParser):
         self._at += length
 
     def _address(self) -> list[Event] | None:
-        self._name = _NAME.match(self._text, self._at)[0]  # type: ignore[index]  # it also matches no character
+        self._name = NAME.match(self._text, self._at)[0]  # type: ignore[index]  # it also matches no character
         if self._at + len(self._name) == len(self._text):
             return None
         self._keep(len(self._name))
@@ -93,7 +97,7 @@ class AddressedParser(StatefulParser):
         return []
 
     def _after_address(self) -> list[Event] | None:
-        marker = self._next(_MESSAGE)
+        marker = self._next(MESSAGE)
         if not marker:
             return None if marker is None else self._no_header()
         self._at += len(marker)
@@ -109,16 +113,16 @@ class AddressedParser(StatefulParser):
         self._space.clear()
         self._kind = ReasoningDelta if name == "self" else ContentDelta if name in ("user", "") else self._others
         self._trimmer = Trimmer() if name == "self" else None
-        self._lead = f"{_TO}{name}{_MESSAGE}" if name not in ("self", "user", "") else ""
+        self._lead = f"{TO}{name}{MESSAGE}" if name not in ("self", "user", "") else ""
         self._calls = self._make() if self._make is not None and name not in ("self", "user") else None
         self._count, self._state = 0, self._body
         return []
 
     def _body(self) -> list[Event] | None:
-        text, marker = self._up_to((*_ENDS, _START))
+        text, marker = self._up_to((*self.ends, START))
         events = self._write(text)
         if marker:
-            self._at += len(marker) if marker != _START else 0
+            self._at += len(marker) if marker != START else 0
             events += self._close()
         return events if events or marker else None
 
@@ -159,4 +163,4 @@ class AddressedParser(StatefulParser):
             return [*self._write(text), *self._close()]
         text = "".join(self._header) + self._unused()
         is_between = not text.strip() and (self._shown or self._started)
-        return [] if is_between or _START in text or _TO in text else self._shown_as(content(text))
+        return [] if is_between or any(begin in text for begin in self.begins) else self._shown_as(content(text))

@@ -28,6 +28,7 @@ class MessageForm:
         short_ids: the ids of tool calls have 9 letters and digits, as Mistral's templates demand.
         named_results: each result of a tool has the tool's name.
         reasoning: the field of a message that has its reasoning; or `IN_CONTENT`.
+        one_text: a message with tool calls has either reasoning or a content (gpt-oss), so a content follows the reasoning.
     """
 
     text_arguments: bool = False
@@ -36,6 +37,7 @@ class MessageForm:
     short_ids: bool = False
     named_results: bool = False
     reasoning: str = "reasoning_content"
+    one_text: bool = False
 
 
 _COMMON = MessageForm()
@@ -84,6 +86,8 @@ def _message(message: object, place: str, form: MessageForm) -> dict[str, Any]:
     calls = _each(given.get("tool_calls", []), f"{place}.tool_calls", lambda call, place: _tool_call(call, place, form))
     if calls:
         result["tool_calls"] = calls
+    if form.one_text and calls and reasoning and result["content"]:
+        result |= {form.reasoning: f"{reasoning}\n\n{result['content']}", "content": ""}
     if form.short_ids and "tool_call_id" in result:
         result["tool_call_id"] = _short_id(result["tool_call_id"])
     if form.reasoning == IN_CONTENT and reasoning:

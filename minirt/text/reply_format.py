@@ -8,6 +8,8 @@ from typing import Any
 from minirt.errors import InputError, UnsupportedError
 from minirt.text import channels
 from minirt.text.addressed import ADDRESSED, MARKERS, AddressedParser, answers, is_addressed, opened
+from minirt.text.harmony import HARMONY, HarmonyParser, finishes, is_harmony
+from minirt.text.harmony import MARKERS as HARMONY_MARKERS
 from minirt.text.reasoning import BLOCKS, ReasoningParser
 from minirt.text.reply import Parser, ReplyParser
 from minirt.text.response_template import ResponseTemplate, ResponseTemplateParser
@@ -26,7 +28,7 @@ class ReplyFormat:
     Attributes:
         tool_calls: a format of `tool_calls.FORMATS`; None: calls are not recognised.
         reasoning: the markers of the block of reasoning with which answers may begin; None: they have none.
-            `ADDRESSED`: answers are messages, each addressed to somebody.
+            `ADDRESSED`: answers are messages, each addressed to somebody; `HARMONY`: each has a channel.
         response_template: the tokenizer's declaration, which takes precedence over both, unless a `tool_choice` forces calls.
         notes: why something was not chosen, for a log.
     """
@@ -53,8 +55,10 @@ class ReplyFormat:
             raise InputError("no such format of tool calls", expected=", ".join(NAMES), found=name)
         reasoning = next((block for block in BLOCKS if all(marker in (chat_template or "") for marker in block)), None)
         calls = detect_format(chat_template) if name == AUTO else name if name in FORMATS else None
-        if is_addressed(chat_template) or (calls is not None and FORMATS[calls].addressed):
-            reasoning = ADDRESSED
+        if calls is not None and FORMATS[calls].reasoning is not None:
+            reasoning = FORMATS[calls].reasoning
+        elif is_addressed(chat_template) or is_harmony(chat_template):
+            reasoning = HARMONY if is_harmony(chat_template) else ADDRESSED
         notes: tuple[str, ...] = ()
         if name in _BUILT_IN or (name == AUTO and response_template is None and channels.is_channeled(chat_template)):
             response_template, name, reasoning = _BUILT_IN.get(name, channels.RESPONSE_TEMPLATE), TEMPLATE, channels.CHANNEL
@@ -73,7 +77,7 @@ class ReplyFormat:
         Args:
             special: the texts of the tokenizer's special tokens (`Tokenizer.special_tokens`).
         """
-        reasoning = MARKERS if self.reasoning == ADDRESSED else self.reasoning or ()
+        reasoning = {ADDRESSED: MARKERS, HARMONY: HARMONY_MARKERS, None: ()}.get(self.reasoning, self.reasoning or ())
         markers = (FORMATS[self.tool_calls].markers if self.tool_calls is not None else ()) + reasoning
         return self.response_template is not None or any(marker in special for marker in markers)
 
@@ -94,10 +98,8 @@ class ReplyFormat:
             raise InputError("needs tools", where="tool_choice", found=str(choice)[:80])
         if self.response_template is not None and choice in ("none", "auto"):
             return ResponseTemplateParser(self.response_template, prompt, tools, calls=choice == "auto" and bool(tools))
-        if self.reasoning == ADDRESSED and choice in ("none", "auto"):
-            form = FORMATS[self.tool_calls] if self.tool_calls is not None and choice == "auto" and tools else None
-            make = None if form is None else partial(form.parser, tools)
-            return ReplyParser(AddressedParser(opened(prompt), make, aside=self.tool_calls is None))
+        if self.reasoning in (ADDRESSED, HARMONY) and choice in ("none", "auto"):
+            return ReplyParser(self._messages(prompt, tools if choice == "auto" else (), aside=self.tool_calls is None))
         calls: Parser | None = None
         ends: Sequence[str] = ()
         if choice == "required":
@@ -110,8 +112,8 @@ class ReplyFormat:
             calls = NamedCallParser(chosen(tools, choice).name)
         if self.reasoning is None:
             return ReplyParser(None, calls)
-        if self.reasoning == ADDRESSED:
-            return ReplyParser(AddressedParser(opened(prompt), aside=True), calls)
+        if self.reasoning in (ADDRESSED, HARMONY):
+            return ReplyParser(self._messages(prompt, (), aside=True), calls)
         return ReplyParser(ReasoningParser(self.opens_reasoning(prompt, continued), *self.reasoning, ends=ends), calls)
 
     def reasons_first(self, prompt: str, continued: str = "") -> bool:
@@ -119,6 +121,13 @@ class ReplyFormat:
         if self.reasoning == channels.CHANNEL and not continued and channels.reasons_first(prompt):
             return True
         return self.opens_reasoning(prompt, continued)
+
+    def _messages(self, prompt: str, tools: Sequence[Tool], aside: bool) -> Parser:
+        """The parser of an answer of messages. `tools`: whose calls are looked for. `aside`: as of `AddressedParser`."""
+        form = FORMATS[self.tool_calls] if self.tool_calls is not None and tools else None
+        if self.reasoning == HARMONY:
+            return HarmonyParser(opened(prompt, HarmonyParser.ends), None if form is None else NamedCallParser, aside)
+        return AddressedParser(opened(prompt), None if form is None else partial(form.parser, tools), aside)
 
     def opens_reasoning(self, prompt: str, continued: str = "") -> bool:
         """Whether an answer begins inside a block of reasoning; with addressed messages, whether one may come before the content.
@@ -129,8 +138,8 @@ class ReplyFormat:
         if self.reasoning is None:
             return False
         opening, closing = self.reasoning
-        if self.reasoning == ADDRESSED:
-            return not answers(prompt)
+        if self.reasoning in (ADDRESSED, HARMONY):
+            return not (answers(prompt) if self.reasoning == ADDRESSED else finishes(prompt))
         if continued.rfind(opening) > continued.rfind(closing):
             return True
         return prompt.rfind(opening) > prompt.rfind(closing) and prompt.rstrip().endswith(opening)

@@ -75,7 +75,8 @@ def message_form(probe: Probe, source: str) -> MessageForm:
         other = replace(form, reasoning=name)
         text = probe.render([chat[0], chat[1] | {"reasoning": _REASONING}, *chat[2:]], other)
         if _REASONING in text and not re.search(f"thinking['\"]: ['\"]{_REASONING}", text):  # a list that is joined as a text
-            return other
+            both = chat[1] | {"reasoning": _REASONING, "content": _ANSWER}
+            return replace(other, one_text="tool_calls" in source and not probe.render([chat[0], both, *chat[2:]], other))
     return form
 
 

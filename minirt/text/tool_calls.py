@@ -6,6 +6,7 @@
 | `qwen3_coder` | `<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>`: Qwen3-Coder, Qwen3.5 |
 | `llama3_json` | `{"name": …, "parameters": {…}}` as the answer, or after `<|python_tag|>`; several with `;` between: Llama 3 |
 | `muse_glimmer` | `<atem:function_calls><atem:invoke name="NAME"><atem:parameter name="KEY">VALUE…`: Muse-Glimmer |
+| `harmony` | `<|channel|>commentary to=functions.NAME<|message|>{…}<|call|>`: gpt-oss |
 | `mistral` | `[TOOL_CALLS]NAME[ARGS]{…}`, or with `[CALL_ID]ID` before `[ARGS]`; `[TOOL_CALLS][{"name": …, "arguments": {…}}]` |
 
 Text before a marker is content. A call starts when its name is known and its arguments begin. What turns out to be no call before
@@ -20,6 +21,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from minirt.text.addressed import ADDRESSED
+from minirt.text.harmony import HARMONY, MARKERS, HarmonyParser, is_harmony
 from minirt.text.json_checker import JsonChecker, escaped, is_unicode, json_text, shown
 from minirt.text.reply import Calls, Event, Parser, State, StatefulParser, content, first_marker, held_length
 from minirt.text.tools import Tool, typed_json
@@ -479,13 +482,13 @@ class Format(NamedTuple):
         parser: makes the parser of an answer for a request's tools.
         markers: what some tokenizers have as special tokens, which a decoder may leave out of the text.
         end_reasoning: how calls begin, if models may call a tool without closing their reasoning first (Qwen3.5).
-        addressed: answers are messages, each to somebody: `minirt.text.addressed`.
+        reasoning: answers are messages, as `ReplyFormat.reasoning` says; None: they are not.
     """
 
     parser: Callable[[Sequence[Tool]], Parser]
     markers: tuple[str, ...]
     end_reasoning: tuple[str, ...] = ()
-    addressed: bool = False
+    reasoning: tuple[str, str] | None = None
 
 
 _TAGS, _PYTHON = ("<tool_call>", "</tool_call>"), "<|python_tag|>"
@@ -499,7 +502,8 @@ FORMATS = {
     "hermes": Format(_HERMES, _TAGS), "qwen3_coder": _QWEN3_CODER, "qwen3_xml": _QWEN3_CODER,
     "llama3_json": Format(_LLAMA3, (_PYTHON,)),
     "mistral": Format(MistralParser, ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")),
-    "muse_glimmer": Format(MuseGlimmerParser, ("<atem:function_calls>", "</atem:function_calls>"), addressed=True),
+    "muse_glimmer": Format(MuseGlimmerParser, ("<atem:function_calls>", "</atem:function_calls>"), reasoning=ADDRESSED),
+    "harmony": Format(lambda tools: HarmonyParser("", NamedCallParser), MARKERS, reasoning=HARMONY),
 }  # fmt: skip
 # Signs of formats that no parser here reads, though they share markers with one: GLM 4.5, Hunyuan, Seed-OSS, Functionary.
 _OTHER_FORMATS = ("<arg_key>", "<tool_calls>", ":tool_call>", "<|recipient|>", ">>>")
@@ -509,6 +513,8 @@ def detect_format(template: str | None) -> str | None:
     """The format of the tool calls that a chat template writes and asks for; None if it is none that is known."""
     if template is not None and "<atem:function_calls>" in template:
         return "muse_glimmer"
+    if is_harmony(template):
+        return "harmony"
     if template is None or any(sign in template for sign in _OTHER_FORMATS):
         return None
     if "<function=" in template:  # with JSON after it, and without parameters: Functionary, and custom functions of Llama 3.1

@@ -1,9 +1,10 @@
 """Captures of CUDA graphs beside other threads.
 
 Catches a capture that the memory allocations of another thread end ("operation not permitted when stream is capturing"): with
-PyTorch's default mode, "global", all threads are restricted.
+"global", all threads are restricted. A capture that the garbage collector ends, which frees graphs of a closed engine.
 """
 
+import gc
 import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -37,13 +38,14 @@ def test_captures_restrict_only_their_own_thread(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
     graphs = CudaGraphs(DEVICE)
     for size in (1, 2):
-        graphs.capture(size, lambda: calls.append("work"))
+        graphs.capture(size, lambda: calls.append("collects" if gc.isenabled() else "work"))
     with pytest.raises(KeyError, match="of the work"):
         graphs.capture(3, lambda: {}["of the work"])
     stream, mode = ("stream of", DEVICE), "thread_local"
     captures = [[stream, (pool, mode), "work", "end", "off"] for pool in (None, "the first pool")]
     assert calls == [*captures[0], *captures[1], stream, ("the first pool", mode), "end"], "each ends, also after an error"
     assert (2 in graphs, 3 in graphs) == (True, False)
+    assert gc.isenabled()
 
 
 @pytest.mark.gpu

@@ -107,8 +107,8 @@ def warming(monkeypatch, lazy, turns=0, drafts=0, fails=()):
             raise fails[bucket]
 
     monkeypatch.setattr(ahead_of_time, "AheadOfTime", Compiler(calls, turns))
-    for name in ("synchronize", "empty_cache"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
     for name in ("_reserve", "_measure_prompts", "_measure_graphs", "on_device"):
         monkeypatch.setattr(warm_up, name, lambda *_: nullcontext())
     for name in ("first_launches", "other_launches"):

@@ -21,6 +21,7 @@ KINDS = {
     "some": ["sliding_attention", "full_attention", "sliding_attention"], "all": ["sliding_attention"] * 3,
     "other heads": ["sliding_attention", "sliding_attention", "full_attention"],
 }  # fmt: skip
+KINDS["sinks"] = KINDS["some"]  # of gpt-oss
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +39,11 @@ def model(request, tmp_path_factory):
         heads = {"num_key_value_heads": 2, "head_dim": 64, "num_global_key_value_heads": 1, "global_head_dim": 128}
         config = transformers.Gemma4TextConfig(**shape, **heads, attention_k_eq_v=True, hidden_size_per_layer_input=0)
         made = transformers.Gemma4ForCausalLM(config).eval()
+    elif request.param == "sinks":
+        config = transformers.GptOssConfig(**shape, num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2)
+        made = transformers.GptOssForCausalLM(config).eval()
+        for layer in made.model.layers:
+            layer.self_attn.sinks.data.normal_(0, 2)
     else:
         config = transformers.Qwen2Config(**shape, num_key_value_heads=1, use_sliding_window=True)
         made = transformers.Qwen2ForCausalLM(config).eval()

@@ -112,9 +112,9 @@ CT, WEIGHTS = "compressed-tensors channel", "config_groups__group_0__weights__"
 REFUSED = [
     ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "bitsandbytes is not planned"),
     ({"quantization_config": {"quant_method": "gguf"}}, "GGUF is not planned"),
-    *(({"quantization_config": {"quant_method": name}}, f"'{name}' .planned") for name in ("mxfp4", "modelopt_fp4")),
+    ({"quantization_config": {"quant_method": "modelopt_fp4"}}, "'modelopt_fp4' .planned"),
     *(
-        ({"quantization_config": {"quant_method": name}}, f"expected fp8 or .* or gptq or awq or auto-round; found '{name}'")
+        ({"quantization_config": {"quant_method": name}}, f"expected fp8 or .* or awq or auto-round or mxfp4; found '{name}'")
         for name in ("hqq", "torchao", "aqlm", "quanto", "eetq", "fbgemm_fp8")
     ),
     ({"quantization_config": {}}, "'unnamed'"),

@@ -21,8 +21,10 @@ SHARED = ("qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")  # with 
 
 def raw_config(model_type: str, **fields: Any) -> dict[str, Any]:
     raw = {"model_type": model_type} | DECODER
+    if model_type in (*SHARED, "qwen3_moe", "gpt_oss"):
+        raw |= {"num_experts": 12, "num_experts_per_tok": 3}
     if model_type in (*SHARED, "qwen3_moe"):
-        raw |= {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+        raw["moe_intermediate_size"] = 40
     if model_type in SHARED:
         raw["shared_expert_intermediate_size"] = 56
     return as_file(raw | fields)
@@ -44,7 +46,7 @@ OWN = {
     "qwen3_5": OF_QWEN3_5, "qwen3_5_text": OF_QWEN3_5, "qwen3_5_moe": OF_QWEN3_5 | OF_SHARED,
     "qwen3_5_moe_text": OF_QWEN3_5 | OF_SHARED, "qwen3_next": OF_QWEN3_5 - {"text_config"} | OF_SHARED,
     "qwen2_moe": OF_SHARED, "qwen3_moe": OF_MIXTURES, "smollm3": {"no_rope_layers", "no_rope_layer_interval"},
-    "hunyuan_v1_dense": {"cla_share_factor"},
+    "hunyuan_v1_dense": {"cla_share_factor"}, "gpt_oss": OF_MIXTURES | {"swiglu_limit", "swiglu_alpha"},
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), OF_GEMMA),
     "muse_glimmer": OF_MUSE | {"text_config"}, "muse_glimmer_text": OF_MUSE | {"text_config"},
     "granite": {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"},

@@ -14,7 +14,8 @@ from support.checkpoints import distance
 from support.model_cases import make
 from support.quantized_int4 import packed, quantize
 
-from minirt import Generator
+from minirt import Generator, models
+from minirt.layers import implementation
 
 PROMPT = [5, 9, 200, 3, 77, 131, 8]
 IGNORED = ["re:.*vision.*", "re:.*audio.*", "lm_head", "re:.*router.*", "re:.*embed.*"]
@@ -90,3 +91,15 @@ def test_bf16_is_as_near_as_transformers(case: str, tmp_path: Any) -> None:
         theirs = model.bfloat16()(input_ids=torch.tensor([prompt])).logits[0].float()
         exact = model.float()(input_ids=torch.tensor([prompt])).logits[0]  # of the same weights
         assert 0 < distance(narrow, exact) < 1.2 * distance(theirs, exact)
+
+
+def test_what_wide_heads_have_no_kernels_for() -> None:
+    """Catches orders of sums that differ between kernels of 512 channels and are said not to."""
+    fields = {"model_type": "gemma4_unified_text", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    layers = models.build(models.parse_config(fields | {"num_attention_heads": 8, "num_key_value_heads": 1, "vocab_size": 99}))
+    windowed, full = (layer for layer in layers if layer.kind == "attention")
+    reasons = implementation("attention", "triton").unsupported
+    assert "512" not in str(reasons(full, torch.device("cpu")))
+    windowed.context.invariant = full.context.invariant = True
+    assert "no batch-invariant kernel for heads of 512" in str(reasons(full, torch.device("cpu")))
+    assert "512" not in str(reasons(windowed, torch.device("cpu")))

@@ -27,7 +27,7 @@ RECURRENT = {
 }  # fmt: skip
 
 
-MIXTURES = ("qwen2_moe", "qwen3_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
+MIXTURES = ("gpt_oss", "qwen2_moe", "qwen3_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
 HYBRIDS = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
 
 
@@ -35,6 +35,8 @@ def tiny(kind: str, **options: Any) -> dict[str, Any]:
     experts = EXPERTS if kind in MIXTURES else {}
     if kind == "qwen3_moe":
         experts = {name: value for name, value in EXPERTS.items() if "shared" not in name}
+    if kind == "gpt_oss":
+        experts = {"num_experts": 5, "num_local_experts": 5, "num_experts_per_tok": 2}
     recurrent = RECURRENT if kind in HYBRIDS else {}
     if kind.startswith("gemma4"):
         recurrent = {"sliding_window": 9, "tie_word_embeddings": False, "num_experts": None, "rope_theta": None}
@@ -53,6 +55,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("olmo3", {"attention_bias": True, "sliding_window": 9}), ("exaone4", {"sliding_window": 9}),
     ("phi3", {"head_dim": 10, "pad_token_id": 0}), ("granite", {"mlp_bias": True, "attention_bias": True}),
     ("granite", {"tie_word_embeddings": True}),
+    ("gpt_oss", {"head_dim": 10}), ("gpt_oss", {"attention_bias": False, "tie_word_embeddings": True}),
     ("qwen2_moe", {}), ("qwen2_moe", {"mlp_only_layers": [0], "qkv_bias": False}),
     ("gemma4_text", {"global_head_dim": 20, "num_global_key_value_heads": 2, "attention_k_eq_v": True}),
     ("gemma4_text", {}),
@@ -67,10 +70,10 @@ def their_model(raw: dict[str, Any]) -> torch.nn.Module:
         return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**raw))
 
 
-def one_by_one(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+def one_by_one(name: str, shape: tuple[int, ...], stacked: bool) -> dict[str, tuple[int, ...]]:
     """The tensors of a checkpoint for a parameter of transformers, which stacks experts."""
     prefix, experts, part = name.partition(".experts.")
-    if not experts:
+    if not experts or stacked:
         return {name: shape}
     names = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
     single = (shape[1] // len(names), shape[2])
@@ -84,7 +87,7 @@ def test_layers_name_every_tensor_of_transformers(kind: str, options: dict[str, 
     wanted: dict[str, tuple[int, ...]] = {}
     buffers = ((name, value) for name, value in model.named_buffers() if name.endswith("layer_scalar"))
     for name, value in (*model.named_parameters(), *buffers):  # tied weights appear once
-        wanted |= one_by_one(name, tuple(value.shape))
+        wanted |= one_by_one(name, tuple(value.shape), kind == "gpt_oss")
     read: dict[str, tuple[int, ...]] = {}
     for layer in build(parse_config(raw)):
         for parameter in layer.parameters():
@@ -127,6 +130,7 @@ PUBLISHED = {
     "EXAONE-4.0-32B": (32.0, 30.95), "EXAONE-4.0-1.2B": (1.28, 1.07),
     "gemma-4-31B": (30.70, None), "gemma-4-12B": (11.91, None), "gemma-4-26B-A4B": (25.23, None),
     "Muse-Glimmer-30B": (27.85, None),  # and the vision encoder
+    "gpt-oss-20b": (20.91, None), "gpt-oss-120b": (116.83, None),
     "Phi-3-mini-4k": (3.82, None), "Phi-3-medium-4k": (13.96, None), "Phi-4": (14.66, None),
 }  # fmt: skip
 
@@ -186,8 +190,9 @@ def test_presets_are_distinct_and_complete() -> None:
     """Catches a preset that hides another one, lacks a column, or has no published size."""
     assert {base(entry.name) for entry in presets()} == set(PUBLISHED)
     names = [entry.name.lower() for entry in presets()]
-    assert len(set(names)) == len(names) == 81
-    assert {entry.name for entry in presets() if entry.quantization} == {f"{name}-FP8" for name in preset_table()["fp8_releases"]}
+    assert len(set(names)) == len(names) == 83
+    quantized = {f"{name}-FP8" for name in preset_table()["fp8_releases"]} | {"gpt-oss-20b", "gpt-oss-120b"}
+    assert {entry.name for entry in presets() if entry.quantization} == quantized
     for name, _, raw in raw_configs():
         assert set(preset_table()["columns"]) <= set(raw), name
     assert all(entry.config.dtype == "bfloat16" for entry in presets())

@@ -135,6 +135,9 @@ ANSWERS = [
     ("muse_glimmer", f" to=self<|message|>Hm, é{NEXT} to=now<|message|><atem:function_calls>"
      f'<atem:invoke name="now"></atem:invoke></atem:function_calls>{NEXT} to=self<|message|>So{NEXT} to=user<|message|>é',
      [("reasoning", "Hm, é"), NOON, ("reasoning", "So"), ("message", "é")]),
+    ("harmony", "<|channel|>analysis<|message|>Hm, é<|end|><|start|>assistant<|channel|>commentary to=functions.now "
+     "<|constrain|>json<|message|>{}<|call|><|start|>assistant<|channel|>analysis<|message|>So<|end|><|start|>assistant<|channel|>final<|message|>é",
+     [("reasoning", "Hm, é"), NOON, ("reasoning", "So"), ("message", "é")]),
     ("declared", '((a b))c CALL{"name": "now", "arguments": {}}END', [("reasoning", "a b"), ("message", "c"), NOON]),
 ]  # fmt: skip
 

@@ -108,6 +108,11 @@ ANSWERS = [
     ("muse_glimmer", " to=user<|message|>No.", "No.", "", []),
     ("gemma4", "Well: " + GEMMA_CALL + "<|tool_call>call:now{}<tool_call|>", "Well:", "", [ZURICH, ("now", "{}")]),
     ("gemma4", f"<|channel>thought\nHm, é\n<channel|>{GEMMA_CALL}", "", "Hm, é", [ZURICH]),
+    ("harmony", "<|channel|>analysis<|message|>Hm, é<|end|><|start|>assistant<|channel|>commentary<|message|>Well: <b><|end|>"
+     '<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>'
+     '{"city": "Zürich", "days": 3}<|call|>',
+     "Well: <b>", "Hm, é", [ZURICH]),
+    ("harmony", "<|channel|>final<|message|>No.", "No.", "", []),
     ("declared", '((a b))c CALL{"name": "now", "arguments": {"x": 1}}END', "c", "a b", [("now", '{"x": 1}')]),
 ]  # fmt: skip
 
@@ -354,6 +359,40 @@ async def test_gemma4(chats):
     assert reply == ("", "Hm", [("now", "{}")], "tool_calls")
     broken = '<|tool_call>call:weather{city:<|"|>Par'
     assert whole((await chats.complete(broken, tools=TOOLS)).choices[0])[2] == []
+
+
+@on_model("harmony")
+async def test_harmony(chats):
+    """Catches an effort that does not reach the prompt, analysis that is kept after an answer or lost before one, content beside
+    reasoning that the template refuses in a message with calls, and a grammar that holds before the final channel."""
+    think, final = "<|channel|>analysis<|message|>Hm, é<|end|><|start|>assistant", "<|channel|>final<|message|>"
+    await chats.complete(f"{final}a", reasoning_effort="high")
+    assert chats.prompt.startswith("<|start|>system<|message|>Reasoning: high\n")
+    look = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    call = ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Zürich"}<|call|>'
+    own = (await chats.complete(f"{think}{look}{call}", tools=TOOLS)).choices[0].message
+    assert (own.content, own.reasoning) == ("I look.", "Hm, é")
+    said = {"role": "assistant", "content": own.content, "reasoning": own.reasoning}
+    said["tool_calls"] = [one.model_dump() for one in own.tool_calls]
+    history = [*USER, said, {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "rain"}]
+    await chats.complete(f"{final}ok", messages=history, tools=TOOLS)
+    kept, result = "<|start|>assistant<|channel|>analysis<|message|>Hm, é\n\nI look.<|end|>", "<|channel|>commentary<|message|>"
+    result = f'<|start|>functions.weather to=assistant{result}"rain"<|end|>'
+    assert chats.prompt.endswith(f"{kept}<|start|>assistant{call}{result}<|start|>assistant")
+    history += [{"role": "assistant", "content": "It rains.", "reasoning": "So"}, *USER]
+    await chats.complete(f"{final}ok", messages=history, tools=TOOLS)
+    assert "analysis<|message|>" not in chats.prompt
+    assert f"{result}<|start|>assistant{final}It rains.<|end|>" in chats.prompt
+    for header in (final, "<|channel|>final <|constrain|>json<|message|>"):
+        text = f'{think}{look}{header}{{"a": 1}}'
+        for streams in (False, True):
+            reply = await chats.complete(text, streams=streams, response_format={"type": "json_object"})
+            answer = joined(reply) if streams else whole(reply.choices[0])
+            assert answer == ('{"a": 1}', "Hm, é\n\nI look.", [], "stop")
+        assert chats.last.sampling.structured_outputs.reasoning_end == final
+    listed = text.replace('{"a": 1}', '[{"name": "now", "arguments": {}}]')
+    reply = whole((await chats.complete(listed, tools=TOOLS, tool_choice="required")).choices[0])
+    assert reply == ("", "Hm, é\n\nI look.", [("now", "{}")], "tool_calls")
 
 
 @on_model("hermes")

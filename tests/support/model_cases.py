@@ -37,6 +37,12 @@ LONG = {
 FULL, SLIDING = "full_attention", "sliding_attention"
 FACTORS = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.11, "logits_scaling": 1.7}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
+GPT_OSS = {
+    "num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 32, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1.5e5, "factor": 32.0, "original_max_position_embeddings": 16, "beta_fast": 32.0,
+        "beta_slow": 1.0, "truncate": False,
+    },
+}  # fmt: skip
 
 
 def wrapped(text, vision, **options):
@@ -117,6 +123,11 @@ CASES = {
         {name: value for name, value in GEMMA.items() if name != "hidden_size_per_layer_input"},
         {"mm_embed_dim": 32, "mm_posemb_size": 16, "output_proj_dims": 64},
     )),
+    "gpt_oss": ("GptOss", "ForCausalLM", TEXT | GPT_OSS | {"sliding_window": 33, "tie_word_embeddings": True}),
+    "gpt_oss, listed": ("GptOss", "ForCausalLM", TEXT | GPT_OSS | {
+        "sliding_window": 64, "layer_types": [FULL, SLIDING, SLIDING, FULL, FULL], "swiglu_limit": 0.5, "swiglu_alpha": 3.0,
+        "num_experts_per_tok": 1, "attention_bias": False, "intermediate_size": 100, "head_dim": 24,
+    }),
     "mistral with a window": ("Mistral", "ForCausalLM", TEXT | {"sliding_window": 17}),
     "qwen2 with windows": ("Qwen2", "ForCausalLM", TEXT | {
         "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2,
@@ -147,9 +158,13 @@ def make(case: str, folder: Path, **changes: Any) -> Any:
         for name, parameter in model.named_parameters():
             if ("norm" in name or "scale" in name) and parameter.ndim == 1:
                 parameter.uniform_(0.5, 1.5)
+            elif name.endswith("sinks"):
+                parameter.normal_(0, 2)
             elif name.endswith("bias"):
                 parameter.normal_(0, 0.3)
             elif parameter.ndim >= 2:
                 parameter.normal_(0, 1.5 / parameter.shape[-1] ** 0.5)
+            elif parameter.ndim == 3 and family == "GptOss":
+                parameter.normal_(0, 1.5 / parameter.shape[1] ** 0.5)
     model.save_pretrained(folder)
     return model

@@ -1,7 +1,9 @@
 """`CudaGraphs`: captured kernels by key, and `GraphGuard`, which finds tensors that were replaced since."""
 
+import gc
 import os
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,6 +57,18 @@ def _members(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{name}", member) for name, member in getattr(value, "__dict__", {}).items())
 
 
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Context without garbage collection, which might free another engine's CUDA graphs: that ends a capture with an error."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 class CudaGraphs:
     """CUDA graphs by key. They share one memory pool, because they run one after the other."""
 
@@ -76,7 +90,7 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         # Not `torch.cuda.graph`, which waits for the GPU and frees cached memory: steps may be running. Other threads may use
         # other streams during the capture.
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), _nothing_collected():
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 work()

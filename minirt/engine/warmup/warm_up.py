@@ -106,7 +106,7 @@ class WarmUp:
                 for done, bucket in enumerate(first, 1):
                     graphs.capture(bucket)
                     self._progress("CUDA graphs", done, len(first))
-                torch.cuda.synchronize(device)
+                torch.cuda.current_stream(device).synchronize()
                 _reserve(runner, model)
                 with suppress(torch.OutOfMemoryError):
                     prompt_time = _measure_prompts(runner, model)
@@ -259,7 +259,7 @@ def _seconds(work: Sequence[Callable[[], Any]], repeats: int = 1) -> float:
         for launch in work:
             launch()
     events[1].record()
-    torch.cuda.synchronize()
+    events[1].synchronize()  # not the device: another engine may be capturing
     return events[0].elapsed_time(events[1]) / 1e3 / repeats
 
 

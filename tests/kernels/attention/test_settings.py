@@ -3,7 +3,7 @@
 Catches: channels past the end of a head that are loaded, stored or counted by the norm; rotation by halves of D instead of R;
 channels that should not be rotated, or not be normalized; V that is not normalized, or is K after its norm or rotation; a scale
 of q that is K's or another token's; a gate of another head or token, applied to one KV split or twice, or left out by one of the
-kernels; raw heads that are not contiguous."""
+kernels; raw heads that are not contiguous; a sink of another head, in another base, or added for each KV split."""
 
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ class Setting(NamedTuple):
     norm: str | None = None
     q_scales: bool = False
     gate: bool = False
+    sinks: bool = False
     v: str = ""
 
 
@@ -43,6 +44,8 @@ SETTINGS = [
     Setting(192, 2, 3, 1, None, gate=True), Setting(256, 64, 8, 1, "weights", gate=True),
     Setting(256, 256, 2, 2, "plain", q_scales=True), Setting(512, 512, 8, 1, "weights", gate=True, v="k norm"),
     Setting(256, 256, 4, 2, "weights", v="norm"), Setting(64, 64, 4, 2, "weights", v="k norm"), Setting(128, 128, 2, 1, v="k"),
+    Setting(64, 64, 8, 1, "plain", sinks=True),
+    Setting(128, 32, 6, 2, "plain", gate=True, sinks=True),
 ]  # fmt: skip
 STEPS = {  # cached tokens with the new ones, new tokens
     "decode": ([1, 63, 0, 64, 65, 257], [1, 1, 1, 1, 1, 1]),
@@ -53,7 +56,7 @@ STEPS = {  # cached tokens with the new ones, new tokens
 
 
 def name(setting):
-    on = [setting.norm or "", "scaled" if setting.q_scales else "", "gate" if setting.gate else ""]
+    on = [setting.norm or "", "scaled" if setting.q_scales else "", "gate" if setting.gate else "", "sinks" * setting.sinks]
     on += [setting.v.replace(" ", "-")]
     return "-".join([f"D{setting.D}-R{setting.R}-{setting.Nq}:{setting.Nkv}", *filter(None, on)])
 
@@ -76,6 +79,7 @@ def problem(setting, step, dtype, fp8, make, cache, nan, device):
     """A step of raw heads, beside gates in the same rows, whose K and V are NaN in the pages."""
     D, R, Nq, Nkv, *_ = setting
     lens, new = STEPS[step]
+    sinks = make(Nq, dtype=dtype, scale=2.0) if setting.sinks else None
     T, width = sum(new), (Nq + (1 if "k" in setting.v else 2) * Nkv) * D
     pages = cache(lens, Nkv, D, PAGE, dtype)
     positions = torch.cat([torch.arange(n - m, n, device=device).clamp_min(0) for n, m in zip(lens, new, strict=True)])
@@ -103,9 +107,10 @@ def problem(setting, step, dtype, fp8, make, cache, nan, device):
     firsts = [sum(new[:i]) for i in range(len(new) + 1)]
     query_starts = None if step not in ("few", "mixed") else torch.tensor(firsts, dtype=torch.int32, device=device)
     sequences = Sequences(pages.tables, pages.lens, starts, query_starts)
-    scores, out = Scores(1.3 * D**-0.5), nan(T, Nq, D, dtype=dtype)
+    scores, out = Scores((0.3 if setting.sinks else 1.3) * D**-0.5), nan(T, Nq, D, dtype=dtype)  # sinks: errors of scores count
     return AttentionInput(
-        heads, kv, sequences, scores, out, rope, positions, slots, workspace, most, max_query_len=max(new), split=SPLIT, gate=gate
+        heads, kv, sequences, scores, out, rope, positions, slots, workspace, most, max_query_len=max(new), split=SPLIT,
+        gate=gate, sinks=sinks,
     )  # fmt: skip
 
 
@@ -151,9 +156,10 @@ def check(setting, step, a, agrees):
 
         def attend(q, k=k, v=v, hidden=hidden, rows=rows):
             scores = torch.einsum("qhd,khd->hqk", q[rows], k.to(q.dtype)) * a.scores.scale
-            weights = scores.float().masked_fill(hidden, -torch.inf).softmax(-1) if q.dtype != torch.float64 else (
-                scores.masked_fill(hidden, -torch.inf).softmax(-1)
-            )
+            scores = scores.to(torch.promote_types(q.dtype, torch.float32)).masked_fill(hidden, -torch.inf)
+            if a.sinks is not None:
+                scores = torch.cat((scores, a.sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)), 2)
+            weights = scores.softmax(-1)[:, :, : len(k)]
             result = torch.einsum("hqk,khd->qhd", weights.to(q.dtype), v.to(q.dtype))
             return result if a.gate is None else reference.gate_output(result, a.gate[rows].to(q.dtype))
 
@@ -167,16 +173,25 @@ def test_a_step(setting, step, dtype, make, cache, nan, agrees, device):
 
 
 @pytest.mark.parametrize("step", ["decode", "mixed"])
-@pytest.mark.parametrize("setting", [s for s in SETTINGS if s.gate], ids=name)
+@pytest.mark.parametrize("setting", [s for s in SETTINGS if s.gate or s.sinks], ids=name)
 def test_a_step_on_fp8_pages(setting, step, make, cache, nan, agrees, device):
     check(setting, step, problem(setting, step, torch.float16, True, make, cache, nan, device), agrees)
 
 
-@pytest.mark.parametrize("setting", [s for s in SETTINGS if s.gate], ids=name)
+@pytest.mark.parametrize("setting", [s for s in SETTINGS if s.gate or s.sinks], ids=name)
 def test_a_step_of_few_tokens(setting, make, cache, nan, agrees, device):
     """Each size of heads once, every second one on FP8 pages: a size takes long in the interpreter."""
     fp8 = setting.D in (80, 112, 192)
     check(setting, "few", problem(setting, "few", torch.float16 if fp8 else torch.float32, fp8, make, cache, nan, device), agrees)
+
+
+@pytest.mark.parametrize("step", ["decode", "few", "mixed"])
+@pytest.mark.parametrize(("setting", "fp8"), [(SETTINGS[0], False), (SETTINGS[4], True), (SETTINGS[6], False)])
+def test_an_invariant_step(setting, fp8, step, make, cache, nan, agrees, device):
+    """Also catches a total that is not that of all tokens, and splits that are rescaled by another row's maximum."""
+    a = problem(setting, step, torch.float16, fp8, make, cache, nan, device)
+    a.workspace.invariant = True
+    check(setting, step, a, agrees)
 
 
 def test_padding_alone(dtype, make, cache, nan, device):
@@ -223,10 +238,10 @@ def test_infinite_channels_that_are_not_rotated(make, device):
     assert torch.equal(pages[0, 0, 0, 32:], heads[0, 96:128])
 
 
-@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize(("D", "gate", "sinks"), [(256, False, False), (256, True, False), (64, False, True)])
 @pytest.mark.skipif("not torch.cuda.is_available() and 'MINIRT_EMULATE' not in __import__('os').environ", reason="needs Hopper")
-def test_prompts_of_256_channels_on_hopper(gate, half_dtype, make, cache, nan, agrees, device):
-    """Catches blocks of half as many tokens taken for whole ones, and a gate in another layout than the sums.
+def test_prompts_on_hopper(D, gate, sinks, half_dtype, make, cache, nan, agrees, device):
+    """Catches blocks of half as many tokens taken for whole ones, a gate in another layout than the sums, a sink of another head.
 
     Pages are smaller and larger than a block, and the last block is not full.
     """
@@ -234,18 +249,21 @@ def test_prompts_of_256_channels_on_hopper(gate, half_dtype, make, cache, nan, a
         pytest.skip("needs Hopper")
     cases = ((8, 1, 128, 201, 70), (3, 3, 16, 65, 65), (14, 2, 64, 700, 513))
     for Nq, Nkv, page_size, total, new in cases if device.type == "cuda" else cases[:1]:
-        pages = cache([total], Nkv, 256, page_size, half_dtype)
-        rows = make(new, 2 * Nq * 256, dtype=half_dtype)
-        q, g = rows[:, : Nq * 256].reshape(new, Nq, 256).contiguous(), rows[:, Nq * 256 :].view(new, Nq, 256) if gate else None
+        pages, sink = cache([total], Nkv, D, page_size, half_dtype), make(Nq, dtype=half_dtype, scale=4.0) if sinks else None
+        rows = make(new, 2 * Nq * D, dtype=half_dtype)
+        q, g = rows[:, : Nq * D].reshape(new, Nq, D).contiguous(), rows[:, Nq * D :].view(new, Nq, D) if gate else None
         starts = torch.tensor([0, new], dtype=torch.int32, device=device)
-        out = nan(new, Nq, 256, dtype=half_dtype)
+        out = nan(new, Nq, D, dtype=half_dtype)
         sequences = Sequences(pages.tables, pages.lens, query_starts=starts)
-        prefill_sm90.launch(AttentionInput(q, KVPages(pages.k, pages.v), sequences, Scores(0.08), out, gate=g))
-        expected = reference.paged_attention(q, pages.clean_k, pages.clean_v, pages.tables, [new], [total], 0.08)
+        prefill_sm90.launch(AttentionInput(q, KVPages(pages.k, pages.v), sequences, Scores(0.08), out, gate=g, sinks=sink))
+        expected = reference.paged_attention(q, pages.clean_k, pages.clean_v, pages.tables, [new], [total], 0.08, sinks=sink)
         k, v = (x[0].double().repeat_interleave(Nq // Nkv, 1) for x in (pages.keys, pages.values))
         hidden = torch.arange(total, device=device) > torch.arange(total - new, total, device=device)[:, None]
         scores = torch.einsum("qhd,khd->hqk", q.double(), k) * 0.08
-        truth = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sink is not None:
+            scores = torch.cat((scores, sink.double()[:, None, None].expand(-1, new, 1)), 2)
+        truth = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[:, :, :total], v)
         if g is not None:
             expected, truth = reference.gate_output(expected, g), reference.gate_output(truth, g.double())
         agrees(out, expected, truth)

@@ -433,6 +433,38 @@ def experts_int4(calls: Calls) -> None:
             moe.mixture_residual(h, logits, up, down, h, 8, True, "silu", pdl=calls.pdl, **scales)
 
 
+def of_gpt_oss(calls: Calls) -> None:
+    """MXFP4 in linears and in experts with biases and a clamped SwiGLU; sinks beside windows; rows of no whole chunks of 128."""
+    empty, ints, (Nq, Nkv, D), H, E = calls.empty, calls.ints, (64, 8, 64), 2880, 32
+    for T, K in ((1, H), (8, H), (24, HIDDEN), (100, HIDDEN), (300, HIDDEN)):
+        words, scale = ints(4608, -(-K // 128) * 32, like=torch.int16), ints(-(-K // 128), 4608).view(torch.uint32)
+        residual, bias = empty(T, 4608), empty(4608)
+        linear.linear_residual(empty(T, K), words, residual, bias, scale=scale, workspace=calls.workspace, pdl=calls.pdl)
+    up, down = ints(E, 2 * H, 736, like=torch.int16), ints(E, H, 736, like=torch.int16)
+    scales = {
+        name: ints(23, E, rows).view(torch.uint32).movedim(1, 0)
+        for name, rows in (("gate_up_scale", 2 * H), ("down_scale", H))
+    }
+    for T in (1, 3, 8, 40, 400):
+        h, router = empty(T, H), empty(E, H)
+        logits = moe.router_logits(h, empty(H), 1e-5, router, 4, bias=empty(E), four_bits=True, pdl=calls.pdl)
+        moe.mixture_residual(
+            h, logits, up, down, h, 4, True, "silu", norm_weight=empty(H), eps=1e-5, gate_up_bias=empty(E, 2 * H),
+            down_bias=empty(E, H), limit=7.0, alpha=1.702, pdl=calls.pdl, **scales,
+        )  # fmt: skip
+    for fp8 in (False, True)[: 2 if calls.cc >= 89 else 1]:
+        pages = empty(8, PAGE, Nkv, D, like=torch.float8_e4m3fn if fp8 else None)
+        scale = empty(8, PAGE, Nkv, like=torch.float32) if fp8 else None
+        for T, starts, most in ((2, None, None), (1100, 9, None), (16, 9, 2)):
+            B, slots = T if starts is None else starts - 1, ints(T, like=torch.int64)
+            sequences = Sequences(ints(B, 40), ints(B), ints(B + 1), None if starts is None else ints(starts))
+            attention.attention(AttentionInput(
+                empty(T, (Nq + 2 * Nkv) * D), KVPages(pages, pages, scale, scale), sequences, Scores(D**-0.5, 128),
+                empty(T, Nq, D), Rope(empty(4096, D, like=torch.float32)), slots, slots, calls.workspace, 2 * B,
+                max_query_len=most, pdl=calls.pdl, sinks=empty(Nq),
+            ))  # fmt: skip
+
+
 def experts_other_tiles(calls: Calls) -> None:
     """Tiles of `experts_sm90` that no rule chooses; FP8 also with sums that are set aside, and with scales of blocks.
 
@@ -546,6 +578,8 @@ def families(cc: int, dtype: torch.dtype) -> dict[str, Callable[[Calls], None]]:
         known |= {"experts-fp8": experts_fp8, "experts-blocks": experts_blocks}
     if cc in (89, 90) and dtype.itemsize == 2:
         known["attention-wide"] = attention_wide
+    if cc in (80, 90) and dtype.itemsize == 2:
+        known["gpt-oss"] = of_gpt_oss
     if cc == 90 and dtype.itemsize == 2:
         known |= {"attention-sizes": attention_sizes, "attention-windows": attention_windows}
         known |= {"linear-three-groups": linear_three_groups, "experts-other-tiles": experts_other_tiles}

@@ -17,7 +17,7 @@ import pytest
 # Families of compile_all.py that one test compiles, with the number of their kernels. A test is to take at most 45 s of one core.
 FIRST = {
     ("linear", "attention", "step"): 23, ("int4", "experts"): 13, ("gated-delta", "attention-few"): 8, ("experts-int4",): 7,
-    ("sampling",): 13,
+    ("sampling",): 13, ("gpt-oss",): 20,
 }  # fmt: skip
 FP8 = {("linear-fp8", "linear-blocks"): 6, ("experts-fp8", "experts-blocks"): 12}
 HOPPER = {
@@ -25,6 +25,7 @@ HOPPER = {
     ("experts",): 11, ("attention-sizes",): 9, ("attention-wide",): 7,
     ("attention-windows",): 9, ("experts-fp8",): 10, ("experts-blocks",): 12, ("experts-other-tiles",): 3,
     ("gated-delta", "attention-few"): 8, ("experts-int4",): 7, ("sampling",): 13,
+    ("gpt-oss",): 21,
 }  # fmt: skip
 OTHERS = {("linear", "attention"): 12, ("int4", "experts", "gated-delta", "attention-few"): 21, ("experts-int4",): 7}
 # float16 has the same kernels as bfloat16: test_emulated.py compiles some for Hopper, and on a GPU they run in both dtypes.
@@ -100,6 +101,8 @@ def test_compiles_as_meant(cc, dtype, families):
         assert not (name in COPIES and r["adds_unrounded"]), r
         if name == "_experts_int4_kernel" and cc == 100 and (r["options"]["GROUP"], r["options"]["BLOCK_T"]) == (1, 64):
             pass  # the sums of eight groups of 32 columns are more than tensor memory holds, so Triton may use no tensor cores
+        elif name == "_router_kernel" and r["options"]["BLOCK_E"] < 64:
+            assert r["mma"] == ["mma.sync"], r  # fewer experts than rows of the wider instructions
         elif name in DENSE and (r["fp8"] or dtype != "float32"):
             assert r["mma"] == [MMA[cc]], r
             assert r["fp8_mma"] == (r["fp8"] and cc != 100), r  # sm_100 encodes the types in a descriptor

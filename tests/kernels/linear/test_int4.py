@@ -16,20 +16,27 @@ from minirt.kernels.linear.gemv_int4 import gemv_int4
 from minirt.kernels.linear.product import Norm, ProductFacts
 
 EPS = 1e-6
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
 # (T, N, K, group, activation, configuration): ragged N and K, groups that K does not fill, more parts of K than there are steps.
 CASES = [
     (1, 33, 97, 128, None, Int4Config(16, 16)), (3, 40, 577, 128, None, Int4Config(32, 16, split=3)),
     (17, 24, 320, 64, None, Int4Config(16, 16, split=2)), (5, 20, 336, 32, None, Int4Config(16, 16, split=9)),
     (5, 40, 288, 32, None, Int4Config(16, 16, exact=False)), (20, 24, 256, 128, "silu", Int4Config(16, 32)),
     (2, 17, 200, 64, "gelu_tanh", Int4Config(16, 16, exact=False)),
-    (35, 17, 160, 64, None, Int4Config(16, 16, exact=False, split=2)),
+    (35, 17, 160, 64, None, Int4Config(16, 16, exact=False, split=2)), (17, 24, 320, "mx", None, Int4Config(16, 16, split=2)),
+    (5, 17, 97, "mx", "silu", Int4Config(16, 16)), (5, 40, 288, "mx", None, Int4Config(16, 16, exact=False)),
 ]  # fmt: skip
 
 
 def four_bits(N, K, group, device, seed=3):
-    """Random words and scale words, and the fp64 weights that they stand for. Scales differ a lot between groups."""
+    """Random words and scale words, and the fp64 weights that they stand for. Scales differ a lot between groups. "mx": MXFP4."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 16, (N, K), generator=generator)
+    if group == "mx":
+        exponents = torch.randint(117, 125, (N, -(-K // 32)), generator=generator)
+        exact = E2M1[codes] * 2.0 ** (exponents[:, torch.arange(K) // 32] - 127).double()
+        words, scales = reference.pack_int4(codes), reference.pack_mxfp4_scale(exponents.to(torch.uint8))
+        return words.to(device), scales.to(device), exact.to(device)
     groups = -(-K // group)
     powers = torch.randint(-4, 4, (N, groups), generator=generator)
     scale = (0.01 * 2.0**powers * torch.rand(N, groups, generator=generator)).half()
@@ -83,6 +90,44 @@ def test_packing_and_what_it_stands_for(device):
         assert torch.equal(gemm_int4.unpack_weight(words, scale, K, dtype), reference.dequantize_int4(words, scale, K, dtype))
 
 
+def test_every_code_and_scale_of_mxfp4(device):
+    """All 16 codes at all 255 scales, by a table and powers of two in fp64. Catches a denormal scale (byte 0) or result that is
+    flushed, a sign lost in a zero, a number that is finite though the format's exceeds bf16, bytes of a word in another order."""
+    codes, exponents = torch.arange(16).repeat(255, 8), torch.arange(255)[:, None].expand(-1, 4).clone()
+    exponents[:, 1:] = exponents[:, 1:].flip(0)
+    exact = E2M1[codes] * 2.0 ** (exponents.repeat_interleave(32, 1) - 127).double()
+    words, scales = reference.pack_int4(codes).to(device), reference.pack_mxfp4_scale(exponents.to(torch.uint8)).to(device)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        right = exact.to(dtype)
+        got = [reference.dequantize_mxfp4(words, scales, 128, dtype).cpu()]
+        if dtype in (torch.float32, torch.float16) or (dtype == torch.bfloat16 and device.type == "cuda"):
+            got.append(gemm_int4.unpack_weight(words, scales, 128, dtype).cpu())
+        for values in got:
+            assert torch.equal(values, right)
+            assert torch.equal(values.signbit(), right.signbit())
+    assert exact.to(torch.bfloat16).isinf().sum() == 12 * 8  # 4 and 6 at 253, 2 and more at 254
+
+
+def test_quantization_to_mxfp4_rounds_to_the_nearest_level():
+    """Catches ties to odd codes, a scale that is twice or half the better one, an outlier that is not clamped, ragged groups."""
+    weight = torch.randn(60, 100, generator=torch.Generator().manual_seed(2))
+    weight[0], weight[1, :32], weight[2, 5], weight[3, 0] = 0.0, 0.75, 40.0, -7.9
+    weight[4, :32] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0] * 4)  # all ties at scale 1
+    codes, exponents = reference.quantize_mxfp4(weight)
+    back = E2M1[codes.long()] * 2.0 ** (exponents.repeat_interleave(32, 1)[:, :100].double() - 127)
+    for shift in (-1, 0, 1):
+        power = 2.0 ** (exponents.repeat_interleave(32, 1)[:, :100].double() - 127 + shift)
+        nearest = E2M1[(weight.double()[..., None] / power[..., None] - E2M1).abs().argmin(-1)] * power
+        error, other = ((x - weight).square() for x in (back, nearest))
+        for first in range(0, 100, 32):
+            ours, theirs = (e[:, first : first + 32].sum(1) for e in (error, other))
+            assert (ours <= theirs * (1 + 1e-9) + 1e-12).all()
+    assert back[4, :8].tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0]
+    assert torch.equal(back, reference.dequantize_mxfp4(*reference.quantize_weight(weight, "mxfp4"), 100, torch.float64))
+    again = reference.dequantize_mxfp4(*reference.quantize_weight(back.float(), "mxfp4"), 100, torch.float64)
+    assert torch.equal(again, back)  # what is in the format stays
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_configurations(case, dtype, make, nan, agrees, device):
     check(*case, dtype, make, nan, agrees, device)
@@ -93,6 +138,7 @@ ONE_TOKEN = [  # N, K, group, activation, configuration
     (9, 1096, 64, None, GemvConfig(4, 1, 1)),
     (3, 1096, 128, "silu", GemvConfig(2, 1, 2)),
     (2, 1100, 32, "gelu", GemvConfig(1, 2, 3)),
+    (3, 1100, "mx", "silu", GemvConfig(2, 2, 1)),
 ]
 
 
@@ -218,7 +264,8 @@ def test_configurations_fit_the_workspace(sms):
 LARGE = [
     (1, 4608, 3584, 128, None), (1, 18944, 3584, 128, "silu"), (7, 3584, 18944, 64, None), (24, 3584, 3584, 32, None),
     (64, 3584, 18944, 128, None), (100, 4608, 3584, 128, None), (100, 4864, 896, 64, "silu"), (256, 3584, 3584, 128, None),
-    (300, 2000, 3584, 128, "silu"),
+    (300, 2000, 3584, 128, "silu"), (1, 4608, 2880, "mx", None), (24, 2880, 2880, "mx", "silu"), (100, 4608, 2880, "mx", None),
+    (300, 2000, 2880, "mx", "silu"),
 ]  # fmt: skip
 
 

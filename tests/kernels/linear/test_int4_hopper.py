@@ -26,6 +26,7 @@ SMALL = [
     (8, 17, 328, 128, "gelu_tanh", False, Int4SmallSm90Config(16, 1, 2)),
     (7, 33, 577, 32, None, False, Int4SmallSm90Config(16, 4, 1, None, 2)),
     (2, 16, 256, 128, None, False, Int4SmallSm90Config(16, 8, 4)),
+    (3, 24, 456, "mx", "silu", False, Int4SmallSm90Config(16, 2, 2)),
 ]  # fmt: skip
 
 
@@ -67,6 +68,7 @@ ONE = [
     (9, 1164, 64, "gelu_tanh", True, GemvInt4Sm90Config(1, 4, 2)),
     (35, 2440, 32, None, False, GemvInt4Sm90Config(2, 4, 4, 128, True)),
     (16, 1800, 128, None, True, GemvInt4Sm90Config(2, 8, 3, line=True)), (5, 97, 128, None, True, GemvInt4Sm90Config(1, 3, 1)),
+    (19, 712, "mx", "silu", True, GemvInt4Sm90Config(2, 2, 1)),
 ]  # fmt: skip
 
 
@@ -97,7 +99,7 @@ def test_rings_fit_into_shared_memory():
 LARGE = [
     (40, 140, 712, 128, None, Int4Sm90Config(64, 2, 3)), (100, 88, 584, 64, "silu", Int4Sm90Config(32, 3, 2)),
     (130, 72, 392, 32, None, Int4Sm90Config(128, 2, 2)), (129, 35, 264, 128, "silu", Int4Sm90Config(256, 2)),
-    (20, 150, 640, 64, None, Int4Sm90Config(128, 3)),
+    (20, 150, 640, 64, None, Int4Sm90Config(128, 3)), (40, 70, 456, "mx", "silu", Int4Sm90Config(64, 2, 2)),
 ]  # fmt: skip
 
 

@@ -1,0 +1,84 @@
+"""`batch_invariant`: a request's tokens and log-probabilities, bit for bit, in any company. On a GPU.
+
+Catches a kernel, a launch configuration or a path of the engine that depends on how many tokens a step has: of mates, chunks,
+cached prefixes, drafts, preemption, CUDA graphs; and `score` that computes what was generated in another way.
+"""
+
+import random
+
+import pytest
+
+from minirt import Generator, SamplingParams
+
+pytestmark = pytest.mark.gpu
+FORMS = {
+    "Qwen2.5-0.5B": {}, "Qwen3-0.6B": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+    "Qwen2.5-1.5B": {"quantization": "fp8"}, "embedded": {"dtype": "bfloat16"},
+}  # fmt: skip
+DRAW = random.Random(5)
+PROMPTS = [[DRAW.randrange(500) for _ in range(n)] for n in (3, 70, 257, 700, 64, 1, 300, 1030)]
+PROMPTS += [PROMPTS[3][:650], [*PROMPTS[3][:512], 7, 8], [*PROMPTS[1], 5]]  # with prefixes of others
+PARAMS = [
+    SamplingParams(
+        max_tokens=40, temperature=0.0 if i % 2 else 0.8, top_p=1.0 if i % 3 else 0.9, seed=i, logprobs=3, ignore_eos=True
+    )
+    for i in range(len(PROMPTS))
+]  # fmt: skip
+
+
+def generator(form, **options):
+    form_options = {"random_weights": form != "embedded", "max_model_len": 1200, "max_num_seqs": 80, **FORMS[form]}
+    options = {"kv_cache_memory": 1 << 30, "batch_invariant": True, "warm_up": "lazy", **form_options, **options}
+    return Generator.from_pretrained(form, **options)
+
+
+def outcome(completion):
+    """Token ids, and the log-probabilities of these and of the most probable ones."""
+    return completion.token_ids, completion.logprobs
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def alone(request):
+    """A model's name, and the outcome of each request alone."""
+    with generator(request.param, max_num_seqs=1) as one:
+        expected = [outcome(one.generate([p], s)[0]) for p, s in zip(PROMPTS, PARAMS, strict=True)]
+    return request.param, expected
+
+
+COMPANIES = {
+    "together": {}, "chunks of 17": {"max_num_batched_tokens": 97}, "chunks of 512": {"max_num_batched_tokens": 512},
+    "no graphs": {"cuda_graphs": False}, "drafts": {"speculative": "ngram"}, "preempted": {},
+}  # fmt: skip
+MEMORY = {"Qwen2.5-0.5B": 1 << 26, "Qwen3-0.6B": 1 << 27, "Qwen2.5-1.5B": 1 << 26}  # for some of the sequences
+
+
+@pytest.mark.parametrize("company", COMPANIES)
+def test_the_same_bits(alone, company):
+    form, expected = alone
+    draw = random.Random(company)
+    mates = [[draw.randrange(500) for _ in range(draw.randrange(1, 300))] for _ in range(50)]
+    settings = [SamplingParams(max_tokens=draw.randrange(1, 60), temperature=0.7, seed=i) for i in range(50)]
+    options = dict(COMPANIES[company])
+    if company == "preempted" and form in MEMORY:
+        options["kv_cache_memory"] = MEMORY[form]
+    with generator(form, **options) as many:
+        for _ in range(2):  # then with cached prefixes
+            order = list(range(len(PROMPTS) + 50))
+            draw.shuffle(order)
+            prompts, params = [*PROMPTS, *mates], [*PARAMS, *settings]
+            done = dict(zip(order, many.generate([prompts[i] for i in order], [params[i] for i in order]), strict=True))
+            for i, wanted in enumerate(expected):
+                tokens, logprobs = outcome(done[i])
+                assert tokens == wanted[0], f"request {i}"
+                assert logprobs == wanted[1], f"request {i}"
+
+
+def test_scores_are_what_was_generated(alone):
+    """The difference is exactly zero."""
+    form, expected = alone
+    greedy = [i for i, p in enumerate(PARAMS) if p.temperature == 0]
+    with generator(form) as scorer:
+        scores = scorer.score([PROMPTS[i] for i in greedy], [expected[i][0] for i in greedy])
+    for i, score in zip(greedy, scores, strict=True):
+        given = [one.logprob for one in expected[i][1]]
+        assert [one.logprob for one in score.logprobs] == given

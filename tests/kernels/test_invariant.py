@@ -1,0 +1,190 @@
+"""The same bits for a row, however many rows are computed with it, if the workspace is invariant. On a GPU: its units decide.
+
+Catches: tiles, steps or splits of K chosen by the number of tokens; another instruction for few tokens; FP8 sums that are set
+aside after other elements; attention of prompts that adds KV splits in another order than decoding, or rescales by factors that
+round; sums over a row whose order is that of a tile's layout; QK-norms by the number of tokens.
+"""
+
+import itertools
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from minirt.kernels import reference
+from minirt.kernels.attention import decode, decode_few
+from minirt.kernels.attention.dispatch import attention
+from minirt.kernels.attention.limits import KV_SPLIT
+from minirt.kernels.attention.operands import AttentionInput, KVPages, Rope, Scores, Sequences
+from minirt.kernels.launch import Workspace
+from minirt.kernels.linear.dispatch import linear
+from minirt.kernels.linear.product import Epilogue, Norm, Product
+
+pytestmark = pytest.mark.gpu
+TOKENS = (1, 2, 7, 16, 17, 33, 64, 65, 128, 129, 192, 300, 700)
+
+
+@triton.jit
+def _tile_kernel(x_ptr, w_ptr, out_ptr, K, M: tl.constexpr, N: tl.constexpr, STEP: tl.constexpr, EXCHANGED: tl.constexpr):
+    """The first M rows of x times the first N rows of w: out [M, N], in steps of K. EXCHANGED: with w on the M side."""
+    m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, STEP)
+    acc = tl.zeros((N, M) if EXCHANGED else (M, N), tl.float32)
+    for start in range(0, K, STEP):
+        x = tl.load(x_ptr + m[:, None] * K + start + k[None, :])
+        w = tl.load(w_ptr + n[:, None] * K + start + k[None, :])
+        acc = tl.dot(w, x.T, acc) if EXCHANGED else tl.dot(x, w.T, acc)
+    tl.store(out_ptr + m[:, None] * N + n[None, :], acc.T if EXCHANGED else acc)
+
+
+@pytest.mark.parametrize("K", [256, 3584, 4096])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+def test_tiles_of_tensor_cores_agree(dtype, K, device):
+    """What `product.part_of` stands on, of any version of Triton: in 16 bits every tile, instruction and step gives one result.
+    In FP8, those of 64 rows or more and any step do, without sums in fp32 in between."""
+    gen = torch.Generator(device).manual_seed(K)
+    x, w = (torch.randn(128, K, generator=gen, device=device).to(dtype) for _ in range(2))
+    truth = None
+    for M, N, step, warps, exchanged in itertools.product((16, 64, 128), (16, 128), (32, 128), (4, 8), (False, True)):
+        rows = N if exchanged else M
+        if dtype == torch.float8_e4m3fn and rows < 64:
+            continue  # `mma.sync`, in another order
+        out = torch.full((M, N), torch.nan, device=device)
+        _tile_kernel[(1,)](x, w, out, K, M, N, step, exchanged, num_warps=warps)
+        truth = out[:16, :16].clone() if truth is None else truth
+        assert torch.equal(out[:16, :16], truth), (M, N, step, warps, exchanged)
+
+
+def test_powers_of_two_are_exact(device):
+    """Catches rescaling of attention's sums by factors that round."""
+
+    @triton.jit
+    def kernel(x_ptr, N: tl.constexpr):
+        i = tl.arange(0, N)
+        tl.store(x_ptr + i, tl.exp2(-i.to(tl.float32)))
+
+    out = torch.full((128,), torch.nan, device=device)
+    kernel[(1,)](out, 128)
+    assert out[:126].tolist() == [2.0**-i for i in range(126)]
+
+
+@pytest.mark.parametrize(("N", "K", "form"), [
+    (96, 576, "plain"), (512, 3584, "residual"), (4608, 3584, "bias"), (1184, 896, "gated"), (3584, 18944, "residual"),
+    (18944, 3584, "gated"), (520, 1096, "bias"), (152, 4864, "residual"), (32000, 2048, "logits"),
+])  # fmt: skip
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "fp8", "fp8_blocks", "fp32"])
+def test_products(N, K, form, kind, device):
+    if kind == "fp8_blocks" and (N % 128 or K % 128):
+        pytest.skip("blocks of 128")
+    if kind == "fp32" and N * K > 1 << 24:
+        pytest.skip("slow")
+    dtype = {"fp16": torch.float16, "fp32": torch.float32}.get(kind, torch.bfloat16)
+    gen = torch.Generator(device).manual_seed(N + K)
+
+    def make(*shape, scale=1.0):
+        return (torch.randn(*shape, generator=gen, device=device) * scale).to(dtype)
+
+    rows = 2 * N if form == "gated" else N
+    weight, scale = make(rows, K, scale=K**-0.5), None
+    if kind == "fp8":
+        weight, scale = reference.quantize_fp8(weight)
+        scale = scale.flatten()
+    elif kind == "fp8_blocks":
+        weight, scale = weight.to(torch.float8_e4m3fn), torch.rand(rows // 128, K // 128, generator=gen, device=device) + 0.5
+    x, residual, bias, norm = make(max(TOKENS), K), make(max(TOKENS), N), make(rows), Norm(make(K), 1e-6)
+    workspace = Workspace(device, 1 << 24, invariant=True)
+
+    def compute(first, count):
+        part = slice(first, first + count)
+        ep = Epilogue(
+            scale, None, bias if form == "bias" else None, "silu" if form == "gated" else None,
+            residual[part].contiguous() if form == "residual" else None,
+        )  # fmt: skip
+        out = torch.full((count, N), torch.nan, dtype=torch.float32 if form == "logits" else dtype, device=device)
+        return linear(Product(x[part].contiguous(), weight, out, norm if form != "residual" else None, ep, workspace, True))
+
+    truth = torch.cat([compute(i, 1) for i in range(40)])
+    assert truth.isfinite().all()
+    for count in TOKENS:
+        out = compute(0, count)[:40]
+        assert torch.equal(out, truth[: len(out)]), f"{count} tokens, {(out != truth[: len(out)]).sum().item()} values differ"
+    for first, count in ((3, 20), (7, 1), (11, 290)):
+        out = compute(first, count)[: 40 - first]
+        assert torch.equal(out, truth[first : first + len(out)]), (first, count)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("pages", ["bf16", "fp8", "fp32"])
+@pytest.mark.parametrize(("Nq", "Nkv", "D", "norm"), [
+    (14, 2, 64, False), (7, 1, 128, True), (8, 8, 128, False), (4, 2, 256, True),
+])  # fmt: skip
+def test_attention(Nq, Nkv, D, norm, pages, window, device):
+    """The results of all tokens of a prompt, and its pages, for any division into steps and beside any other sequences."""
+    dtype, gen, PAGE = torch.float32 if pages == "fp32" else torch.bfloat16, torch.Generator(device).manual_seed(D + Nq), 16
+
+    def make(*shape):
+        return torch.randn(*shape, generator=gen, device=device).to(dtype)
+
+    lens, width = [900, 300, 40, 611], (Nq + 2 * Nkv) * D
+    order, per, heads = torch.randperm(256, generator=gen, device=device).int(), 64, [make(n, width) for n in lens]
+    tables = order.view(4, per)
+    cos_sin, weights = make(1024, D).float(), (make(D), make(D)) if norm else (None, None)
+    shape = 256, PAGE, Nkv, D
+    workspace = Workspace(device, 1 << 24, invariant=True)
+
+    def cache():
+        if pages == "fp8":
+            empty = [torch.zeros(shape, device=device).to(torch.float8_e4m3fn) for _ in range(2)]
+            return KVPages(*empty, *(torch.full(shape[:3], torch.nan, device=device) for _ in range(2)))
+        return KVPages(*(torch.full(shape, torch.nan, dtype=dtype, device=device) for _ in range(2)))
+
+    def step(kv, parts):
+        """Outputs of parts (sequence, first token, end)."""
+        new, seq_lens = [end - first for _, first, end in parts], [end for *_, end in parts]
+        raw = torch.cat([heads[b][first:end] for b, first, end in parts])
+        positions = torch.cat([torch.arange(first, end, device=device) for _, first, end in parts])
+        places = torch.cat([tables[b].long()[torch.arange(first, end, device=device) // PAGE] for b, first, end in parts])
+        slots = places * PAGE + positions % PAGE
+        i32 = {"dtype": torch.int32, "device": device}
+        starts = decode.splits_before(seq_lens, KV_SPLIT, window, new)
+        bound = sum(-(-n // KV_SPLIT) for n in seq_lens)
+        workspace.reserve(decode_few.workspace_floats(bound, Nq, D))
+        query_starts = None if max(new) == 1 else torch.tensor([sum(new[:i]) for i in range(len(new) + 1)], **i32)
+        a = AttentionInput(
+            raw, kv, Sequences(torch.stack([tables[b] for b, *_ in parts]), torch.tensor(seq_lens, **i32),
+            torch.tensor(starts, **i32), query_starts), Scores(D**-0.5, window),
+            torch.full((len(raw), Nq, D), torch.nan, dtype=dtype, device=device), Rope(cos_sin, *weights, 1e-6), positions, slots,
+            workspace, bound, max(seq_lens), max(new), pdl=True,
+        )  # fmt: skip
+        return attention(a).split(new)
+
+    whole = cache()
+    truth = [step(whole, [(b, 0, n)])[0] for b, n in enumerate(lens)]
+    assert all(x.isfinite().all() for x in truth)
+
+    def same(kv, b, first, end, out):
+        differ = (out != truth[b][first:end]).flatten(1).any(1).nonzero().flatten().tolist()
+        assert not differ, f"{len(differ)} tokens of sequence {b}, first {first + differ[0]}, in steps of {end - first}"
+
+    for size in (1, 3, 17, 64, 300):
+        kv = cache()
+        for first in range(0, lens[0], size):
+            end = min(first + size, lens[0])
+            same(kv, 0, first, end, step(kv, [(0, first, end)])[0])
+            if size == 1 and first == 600:  # beside others, with one new token each, then with few
+                for b in (1, 2, 3):
+                    step(kv, [(b, 0, lens[b])])
+                last = [(b, n - 1, n) for b, n in enumerate(lens) if b] + [(0, first, end)]
+                for part, out in zip(last, step(kv, last), strict=True):
+                    same(kv, *part, out)
+                few = [(1, lens[1] - 5, lens[1]), (0, first - 2, end), (2, 39, 40)]
+                for part, out in zip(few, step(kv, few), strict=True):
+                    same(kv, *part, out)
+                mixed = [(3, 100, 611), (0, first, end), (1, 290, 300), (2, 0, 40)]
+                for part, out in zip(mixed, step(kv, mixed), strict=True):
+                    same(kv, *part, out)
+        slots = torch.arange(lens[0], device=device)
+        at = tables[0].long()[slots // PAGE] * PAGE + slots % PAGE
+        for mine, theirs in zip(kv, whole, strict=True):
+            if mine is not None:
+                assert torch.equal(mine.flatten(0, 1)[at].float(), theirs.flatten(0, 1)[at].float())
