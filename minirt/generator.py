@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
+from minirt.adapters.files import warn_of_base
 from minirt.call_driver import CallDriver
 from minirt.engine.engine import Engine
 from minirt.engine.engine_thread import EngineThread
@@ -44,6 +45,12 @@ if TYPE_CHECKING:
 _LOADING = settings_of(LoadOptions)
 _OF_LOADING = {name: f"Generator.from_pretrained({name}=…)" for name in _LOADING}  # arguments that belong to another call
 _OPTIONS = [name for name, record in _LOADING.items() if record.engine]  # those of a loaded model
+
+
+def _with_lora(params: Any, lora: str) -> Any:
+    if params is not None and not isinstance(params, SamplingParams):
+        return params  # refused later
+    return replace(params or SamplingParams(), lora=lora)
 
 
 @checks_names(_OF_LOADING | OF_SAMPLING, _OPTIONS)
@@ -158,17 +165,20 @@ class Generator:
 
     @overload
     def generate(
-        self, prompts: Prompt, params: SamplingParams | None = None, *, priority: int = 0, progress: bool = False
-    ) -> Completion: ...
+        self, prompts: Prompt, params: SamplingParams | None = None, *, priority: int = 0, progress: bool = False,
+        lora: str | None = None,
+    ) -> Completion: ...  # fmt: skip
 
     @overload
     def generate(
-        self, prompts: Prompts[AnyPrompt], params: Params = None, *, priority: Priority = 0, progress: bool = False
-    ) -> list[Completion]: ...
+        self, prompts: Prompts[AnyPrompt], params: Params = None, *, priority: Priority = 0, progress: bool = False,
+        lora: str | None = None,
+    ) -> list[Completion]: ...  # fmt: skip
 
     def generate(
-        self, prompts: Prompt | Prompts, params: Params = None, *, priority: Priority = 0, progress: bool = False
-    ) -> Completion | list[Completion]:
+        self, prompts: Prompt | Prompts, params: Params = None, *, priority: Priority = 0, progress: bool = False,
+        lora: str | None = None,
+    ) -> Completion | list[Completion]:  # fmt: skip
         """Complete one prompt (→ `Completion`) or many at once (→ list of `Completion`, in input order).
 
         A prompt whose `SamplingParams.n` is above 1 has `Samples` in place of a `Completion`. Type checkers do not see this; use
@@ -182,6 +192,8 @@ class Generator:
         Raises:
             MinirtError: a request failed, or a prompt is refused. Use `completions` to get the others.
         """
+        if lora is not None:
+            params = [_with_lora(one, lora) for one in params] if isinstance(params, list | tuple) else _with_lora(params, lora)
         all_at_once = progress or self.max_waiting is not None  # else the others are prepared while the first ones run
         call = self._prepare(prompts, params, priority, is_single(prompts), None if all_at_once else self.max_num_seqs)
         self._finish(call, progress, "token_ids")
@@ -355,6 +367,36 @@ class Generator:
     def kv_cache_bytes(self) -> int:
         """Bytes of the KV cache; 0 after `close`."""
         return self._cache.nbytes if self._cache else 0
+
+    def load_lora(self, name: str, folder: str | Path) -> None:
+        """Load an adapter, or replace the one of this name for requests that come later. Needs a model that was loaded with room
+        for it: with `max_lora_rank`, or with `loras` of the same linears.
+
+        Raises:
+            ConfigError, UnsupportedError, CheckpointError: the adapter is refused.
+        """
+        adapters = self._engine.engine.adapters
+        if adapters is None:
+            what, hint = "the model was loaded without adapters", "load it with max_lora_rank=16"
+            raise UnsupportedError(what, where="load_lora", hint=hint)
+        adapter = adapters.read(folder)
+        warn_of_base(adapter, self.name)
+        self._engine.call(lambda engine: engine.adapters.add(name, adapter))
+
+    def unload_lora(self, name: str) -> None:
+        """Drop an adapter. Requests that use it go on.
+
+        Raises:
+            InputError: there is none of this name.
+        """
+        self._engine.engine.checks.check_lora(name)
+        self._engine.call(lambda engine: engine.adapters.remove(name))
+
+    @property
+    def loras(self) -> list[str]:
+        """The names of the adapters."""
+        adapters = self._engine.engine.adapters
+        return [] if adapters is None else list(adapters.known)
 
     def close(self) -> None:
         """Free the model and the cache. Open requests of all threads end with an error, and so does every later use."""

@@ -65,6 +65,12 @@ def _structured(value: Any, place: str, error: type[MinirtError], hint: str | No
         raise refused.at(f"{place}{str(refused.where).removeprefix('StructuredOutputsParams')}") from refused
 
 
+def _name(value: Any, place: str, error: type[MinirtError], hint: str | None = None) -> str:
+    if not isinstance(value, str) or not value:
+        raise error("not a name", where=place, expected="the name of an adapter", found=quoted(value, 80), hint=hint)
+    return value
+
+
 class SamplingParams(Settings):
     """How to choose tokens and when to stop. None means "not set": generation_config.json or a default decides.
 
@@ -143,6 +149,9 @@ class SamplingParams(Settings):
     steer: Mapping[str, float] | None = setting(
         "Factors of the edits that the model was loaded with (`LoadOptions.edits`), by their names.", check=steering, unset={},
         acts="logits", option="", request=False)
+    lora: str | None = setting(
+        "Name of an adapter that the model was loaded with (`LoadOptions.loras`).", check=_name, acts="logits", request=False,
+        option="--adapter", scope="detail")
     skip_special_tokens: bool = setting(
         "Leave special tokens out of the text.", True, check=switch, group="Output",
         option="--skip-special-tokens/--no-skip-special-tokens")

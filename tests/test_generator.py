@@ -138,9 +138,9 @@ def test_an_editor_knows_what_generate_returns(tmp_path):
     ("generate", {"use_tqdm": True}, "vLLM's name; here progress=… of Generator.generate"),
     ("generate", {"max_tokens": 5}, r"found max_tokens \(params=SamplingParams\(max_tokens=…\)\)"),
     ("generate", {"max_new_tokens": 5}, r"transformers' name; here SamplingParams\(max_tokens=…\)"),
-    ("generate", {"param": None}, r"one of prompts, params, priority, progress; found param \(did you mean params\?\)"),
+    ("generate", {"param": None}, r"one of prompts, params, priority, progress, lora; found param \(did you mean params\?\)"),
     ("chat", {"tools": []}, "not supported here: requests to minirt serve may have it"),
-    ("chat", {"lora_request": None}, "minirt has no LoRA adapters"),
+    ("chat", {"lora_request": None}, "vLLM's name; here lora=… of Generator.generate"),
     ("stream", {"sampling_params": None}, "params=…"), ("stream_completion", {"temperature": 1}, "params=SamplingParams"),
     ("completions", {"request_id": "1"}, "not needed: leaving an iterator"), ("score", {"use_tqdm": True}, "progress=…"),
     ("encode_chat", {"chat_template": ""}, "that of the model's folder"), ("encode", {"text": ""}, "one of prompt, max_tokens"),
@@ -637,7 +637,7 @@ def test_values_that_options_do_not_take(folder, options, words):
 @pytest.mark.parametrize(("name", "words"), [
     ("torch_dtype", "here dtype=…"), ("enable_prefix_caching", "vLLM's name; here prefix_cache=…"),
     ("tensor_parallel_size", "not supported: minirt uses one GPU"), ("load_format", "here random_weights=True"),
-    ("enforce_eager", "here cuda_graphs=False"), ("enable_lora", "not supported"), ("trust_remote_code", "not needed"),
+    ("enforce_eager", "here cuda_graphs=False"), ("enable_lora", "not needed: --lora"), ("trust_remote_code", "not needed"),
     ("max_tokens", "generate takes params=SamplingParams"),
     ("Device", "did you mean device"), ("nothing_like_it", "one of model, device, dtype"),
 ])  # fmt: skip

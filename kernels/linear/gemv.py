@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from minirt.kernels.compile.tuning import Family, around, cached_lookup
-from minirt.kernels.launch import Gpu, cdiv, launch_options, require_fp8
+from minirt.kernels.launch import Gpu, cdiv, launch_options, next_power_of_2, require_fp8
 from minirt.kernels.linear.epilogue import finish, load_residual, load_rows
 from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.prepared import compile_time, prepared
@@ -82,6 +82,7 @@ class _Constants(NamedTuple):
         CHUNK: neighbouring columns that a thread loads at once, and whose products it adds first.
         TILES: tiles in flight.
         MANY: whether there are several tokens, each with its programs.
+        ADAPTER: parts, modules, most ranks of an adapter, and these as a power of two; None: there is none.
     """
 
     K: int
@@ -91,11 +92,33 @@ class _Constants(NamedTuple):
     CHUNK: int
     TILES: int
     MANY: bool
+    ADAPTER: tuple[int, int, int, int] | None = None
+
+
+@triton.jit
+def _expand(adapter, n, valid, rows, C):
+    """scaling · B · y for `n` of the weight's rows."""
+    PARTS: tl.constexpr = C.ADAPTER[0]
+    P: tl.constexpr = C.ADAPTER[1]
+    R: tl.constexpr = C.ADAPTER[2]
+    place = tl.load(adapter.tiles)
+    module = tl.load(adapter.modules + n, mask=valid, other=0)
+    at = tl.maximum(place, 0) * adapter.stride + module
+    rank = tl.load(adapter.ranks + at, mask=valid, other=0) * (place >= 0).to(tl.int32)
+    r = tl.arange(0, C.ADAPTER[3])
+    inside = r[None, :] < rank[:, None]
+    b = tl.load(adapter.b + (tl.maximum(place, 0).to(tl.int64) * rows + n[:, None]) * R + r[None, :], mask=inside, other=0.0)
+    y = tl.zeros(inside.shape, tl.float32)
+    for part in tl.static_range(PARTS):
+        y += tl.load(adapter.y + (part * P + module[:, None]) * R + r[None, :], mask=inside, other=0.0)
+    # Plus 0, which the compiler does not know: all lanes add rounded products to those of others.
+    products = b.to(tl.float32) * y + tl.minimum(rank, 0).to(tl.float32)[:, None]
+    return tl.sum(products, 1) * tl.load(adapter.scales + at, mask=valid, other=0.0)
 
 
 @prepared
 @triton.jit
-def _gemv_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: tl.constexpr):
+def _gemv_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, adapter, C, PDL: tl.constexpr):
     """Computes BLOCK_N values of out [N] of token program_id(1). Scales of blocks multiply the sum of each chunk of products."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # at the start, see `pdl`
@@ -129,6 +152,10 @@ def _gemv_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
     residual = load_residual(ep, at, valid)
+    if adapter is not None:
+        added = _expand(adapter, n, valid, 2 * N if GATED else N, C)
+        if GATED:
+            added_up = _expand(adapter, N + n, valid, 2 * N, C)
     squares = tl.zeros((C.BLOCK_K,), tl.float32)
     gate_sums = tl.zeros((C.BLOCK_N, C.BLOCK_K // C.CHUNK), tl.float32)
     up_sums = gate_sums
@@ -154,8 +181,15 @@ def _gemv_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: tl.constexpr):
     inverse_rms = 1.0
     if norm is not None:
         inverse_rms = tl.rsqrt(tl.sum(squares, 0) / C.K + norm.eps)
-    result = tl.sum(gate_sums, 1) * inverse_rms
-    result = finish(result, tl.sum(up_sums, 1) * inverse_rms, rows, (), residual, ep)
+    if adapter is None:
+        result = tl.sum(gate_sums, 1) * inverse_rms
+        result_up = tl.sum(up_sums, 1) * inverse_rms
+    else:
+        result = (tl.sum(gate_sums, 1) + added) * inverse_rms
+        result_up = tl.sum(up_sums, 1) * inverse_rms
+        if GATED:
+            result_up = (tl.sum(up_sums, 1) + added_up) * inverse_rms
+    result = finish(result, result_up, rows, (), residual, ep)
     tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=valid)
 
 
@@ -244,7 +278,12 @@ def gemv(product: Product, config: GemvConfig | None = None) -> None:
         require_fp8(x.device)
     of = facts, product.scale_rows if facts.blocks else None, weight.data_ptr() % 16 == 0, T > 1, product.pdl
     programs, constants, options = _lookup_plan(x.device, *of) if config is None else _plan(config, *of)
-    _gemv_kernel[(programs, T)](x, product.norm, weight, product.epilogue, product.out, facts.N, C=constants, **options)
+    if (adapter := product.adapter) is not None:
+        parts, _, modules, ranks = adapter.y.shape
+        constants = constants._replace(ADAPTER=(parts, modules, ranks, next_power_of_2(ranks)))
+    _gemv_kernel[(programs, T)](
+        x, product.norm, weight, product.epilogue, product.out, facts.N, adapter, C=constants, **options
+    )
 
 
 FAMILY = Family("gemv", GemvConfig, (__file__,), ("N", "K", "itemsize", "gated", "blocks"), rule, candidates)

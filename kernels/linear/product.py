@@ -38,6 +38,25 @@ class Norm(NamedTuple):
     eps: float
 
 
+class Expansion(NamedTuple):
+    """An adapter of a product of one token: scaling · B · y is added to the sums, where y = A · x, before the root mean square
+    divides them. See `kernels/adapters/operands.py`.
+
+    Attributes:
+        b: [S, rows of the weight, R]. `y`: [parts, 1, P, R] fp32, to be summed.
+        scales, ranks: [S, P], with this row stride. `modules`: [rows of the weight] int32.
+        tiles: the place of the token's adapter is its first value; −1: it has none.
+    """
+
+    b: Tensor
+    y: Tensor
+    scales: Tensor
+    ranks: Tensor
+    modules: Tensor
+    tiles: Tensor
+    stride: int
+
+
 class Epilogue(NamedTuple):
     """What turns the sums of a product into its output, in the order of the fields. None: nothing.
 
@@ -109,6 +128,7 @@ class Product(NamedTuple):
         norm: applied to x; only kernels of one token, or of few, take it. None: no norm.
         workspace: without one, K is not split.
         pdl: whether to overlap with the kernel before it in the stream (see `minirt.kernels.pdl`).
+        adapter: only `gemv` takes one, of one token and a weight of 16 or 32 bits.
     """
 
     x: Tensor
@@ -118,6 +138,7 @@ class Product(NamedTuple):
     epilogue: Epilogue = Epilogue()
     workspace: Workspace | None = None
     pdl: bool = False
+    adapter: Expansion | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:

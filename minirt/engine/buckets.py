@@ -25,7 +25,7 @@ class Bucket(NamedTuple):
 
     `tokens`: 0 for decode steps. `short`: no sequence, including its new tokens, is longer than a KV split, so attention has no
     splits to combine. `drafts`: of a decode step, for each sequence on average; 0: each sequence has one token. `hooked`: a
-    request asks for what hooks do.
+    request asks for what hooks do. `adapted`: a sequence has an adapter.
     """
 
     seqs: int
@@ -33,6 +33,7 @@ class Bucket(NamedTuple):
     short: bool = False
     drafts: int = 0
     hooked: bool = False
+    adapted: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -55,7 +56,7 @@ class Bucket(NamedTuple):
 
     def serves(self, other: "Bucket") -> bool:
         """Whether steps of another bucket may be padded to this one."""
-        same_kind = (self.tokens > 0, self.drafts, self.hooked) == (other.tokens > 0, other.drafts, other.hooked)
+        same_kind = (self.tokens > 0, self.drafts, *self[4:]) == (other.tokens > 0, other.drafts, *other[4:])
         return same_kind and self.seqs >= other.seqs and self.tokens >= other.tokens and self.short <= other.short
 
 
@@ -112,13 +113,15 @@ class Buckets:
     Args:
         limits: of the engine.
         max_prompt_tokens: tokens of the largest step with prompts that has a CUDA graph.
+        adapted: steps may have adapters.
 
     Attributes:
         max_seqs, max_tokens: sizes of the largest bucket of sequences, and of tokens of steps with prompts.
         max_logits: rows of logits of the bucket that has most.
     """
 
-    def __init__(self, limits: EngineLimits, max_prompt_tokens: int = MAX_PROMPT_TOKENS) -> None:
+    def __init__(self, limits: EngineLimits, max_prompt_tokens: int = MAX_PROMPT_TOKENS, adapted: bool = False) -> None:
+        self._adapted = adapted
         self.limits, self.max_seqs, sizes = limits, batch_bucket(limits.max_num_seqs), draft_sizes(limits.max_drafts)
         self.max_tokens = min(max_prompt_tokens, token_bucket(limits.max_num_batched_tokens))
         # The bucket of each number of sequences, and of tokens; for each bucket of sequences, the numbers of drafts with a graph.
@@ -144,7 +147,9 @@ class Buckets:
         prompts = {Bucket(seqs, tokens) for seqs in (1, self.max_seqs) for tokens in self._tokens}
         decode |= {Bucket(seqs, drafts=size) for seqs, sizes in self._draft_sizes.items() for size in sizes}
         short = {bucket._replace(short=True) for bucket in decode | prompts if _has_short_graph(bucket.seqs, bucket.tokens)}
-        return sorted(decode | prompts | short, key=lambda b: (b.tokens, b.num_tokens, b.seqs, b.short), reverse=True)
+        buckets = decode | prompts | short
+        buckets |= {bucket._replace(adapted=True) for bucket in buckets if self._adapted}
+        return sorted(buckets, key=lambda b: (b.tokens, b.num_tokens, b.seqs, b.short, b.adapted), reverse=True)
 
     def find(self, plan: StepPlan) -> Bucket | None:
         """The bucket for a step, or None if such steps have no CUDA graph."""

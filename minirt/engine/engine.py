@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,8 +34,8 @@ from minirt.engine.schedule.step_times import OnlineStepTimes
 from minirt.engine.state.sequence import Sequence
 from minirt.engine.token_constraints import ConstrainedRows, TokenConstraints
 from minirt.errors import (
-    ContextLengthError,
     DeviceFailedError,
+    InputError,
     MinirtError,
     OutOfMemoryError,
     QueueFullError,
@@ -73,6 +73,7 @@ class Engine:
 
     Attributes:
         checks: of requests, before they are added.
+        adapters: `Adapters` of the model; None: requests have none.
 
     Args:
         model: `model(batch, cache)` → logits [R, V]: a `Model`, or any callable with this signature.
@@ -94,7 +95,8 @@ class Engine:
                 expected, undoable = f"{1 + proposer.max_drafts} tokens of a step", f"{cache.undoable} in recurrent layers"
                 raise UnsupportedError(what, where="speculative", expected=expected, found=undoable)
             limits = replace(limits, max_drafts=proposer.max_drafts, keeps_history=proposer.needs_history)
-        self._scheduler = Scheduler(cache, limits, vocab_size, prefix_cache=options.prefix_cache)
+        self.adapters: Any = getattr(model, "adapters", None)
+        self._scheduler = Scheduler(cache, limits, vocab_size, prefix_cache=options.prefix_cache, adapters=self.adapters)
         self.checks = RequestChecks(vocab_size, self._scheduler, constraints)
         self._runner = Runner(
             model, cache, device, replace(limits, max_model_len=self.max_len), vocab_size=vocab_size,
@@ -153,6 +155,7 @@ class Engine:
             prefix_cache_recomputed=cached.recomputed if cached and self.keeps_states else None,
             generation_tokens=self._collector.num_generated, drafts=DraftStats() if drafts is None else drafts.stats,
             num_graphs_to_capture=0 if self._warm_up is None else self._warm_up.remaining,
+            adapter_requests={} if self.adapters is None else self.adapters.request_counts(),
         )  # fmt: skip
 
     def peak_memory(self) -> int:
@@ -217,6 +220,15 @@ class Engine:
         if request.sampling.steer:
             salt = f"{request.cache_salt or ''}, {sorted(request.sampling.steer.items())}"
             request = replace(request, cache_salt=salt)
+        adapter = problem = None
+        try:  # again: it may have been removed since, and a prompt that was pinned since lowers the limit
+            if request.sampling.lora is not None:
+                adapter = self.adapters.get(request.sampling.lora)
+                adapter.requests += 1
+                request = replace(request, cache_salt=f"{adapter.salt} {request.cache_salt or ''}")
+            self._scheduler.check_length(len(request.prompt_token_ids), min(1, request.sampling.max_tokens))
+        except InputError as error:
+            problem = error
         captured = captured_of(request.sampling, len(request.prompt_token_ids), self._runner.hooks)
         if captured is not None and captured.logits is not None:
             functions = captured.logits, *request.sampling.logits_processors
@@ -224,12 +236,7 @@ class Engine:
         sampling, length = request.sampling, len(request.prompt_token_ids)
         ends = {*(() if sampling.ignore_eos else request.eos_token_ids), *sampling.stop_token_ids}
         sequence = Sequence(request, min(self.max_len, length + sampling.max_tokens), tuple(ends), request.rules)
-        sequence.captured = captured
-        problem: MinirtError | None = None
-        try:  # again: a prompt that was pinned since lowers the limit
-            self._scheduler.check_length(sequence.prompt_len, min(1, sampling.max_tokens))
-        except ContextLengthError as error:
-            problem = error
+        sequence.captured, sequence.adapter = captured, adapter
         compiles = self._compiling.add(sequence, problem)  # first, so that no exception leaves a request without its constraint
         self._requests[request.id] = sequence
         if compiles:

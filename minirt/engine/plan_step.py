@@ -16,7 +16,9 @@ from minirt.sampling_params import FILTERS
 from minirt.step.plan import NO_TOKENS, Edit, Sampling, Scored, SlotRules, StepPlan
 
 # `HostSlots.flags`: what the draws of a sequence need. Those of rules end with `HostSlots.rules_until`.
-_SAMPLED, _RULES, _BIAS, _BAN, _MASKED, _PROCESSED, _LOGPROBS, _HOOKED, *_FILTERS = (1 << i for i in range(8 + len(FILTERS)))
+_SAMPLED, _RULES, _BIAS, _BAN, _MASKED, _PROCESSED, _LOGPROBS, _HOOKED, _ADAPTED, *_FILTERS = (
+    1 << i for i in range(9 + len(FILTERS))
+)
 _OF_RULES = _RULES | _BIAS | _BAN
 _OF_FILTER = dict(zip(FILTERS, _FILTERS, strict=True))
 _HEAD = struct.Struct(f"=6i {COLUMNS} Q 2i")  # the words of a row before the next tokens
@@ -65,7 +67,7 @@ def plan_step(
         hooked = hooks.plan(planned, [host.sequences[slot] for slot in planned.slots.tolist()])
     return StepPlan(
         planned, given, tuple(edits), tuple(rules), tuple(scored), sampling, scheduled.copies,
-        scheduled.snapshots, hooked,
+        scheduled.snapshots, hooked, bool(bits & _ADAPTED),
     )  # fmt: skip
 
 
@@ -80,7 +82,7 @@ def _sampling(scheduled: ScheduledStep, host: HostSlots) -> tuple[int, Sampling]
     """What a step's sequences need, and its draws."""
     slots, draws, bits = scheduled.sequences.slots, scheduled.sequences.num_draws, 0
     for _, sequence, chunk in scheduled.prompts:
-        bits |= int(host.flags[chunk.slot]) & _HOOKED
+        bits |= int(host.flags[chunk.slot]) & (_HOOKED | _ADAPTED)
         if chunk.num_draws:
             past_rules = len(sequence.tokens) - sequence.prompt_len >= host.rules_until[chunk.slot]
             bits |= int(host.flags[chunk.slot]) & (~_OF_RULES if past_rules else -1)
@@ -109,7 +111,9 @@ def _needs(sequence: Sequence, vocab: int) -> tuple[int, int, int]:
     """What the draws of a sequence need: `HostSlots.flags`, `num_top`, `rules_until`."""
     s, rules, until = sequence.sampling, sequence.rules, 0
     bits = _MASKED * (sequence.constraint is not None) | _PROCESSED * bool(s.logits_processors)
-    bits |= _LOGPROBS * (s.logprobs is not None) | _HOOKED * bool(s.steer or (s.capture is not None and s.capture.states))
+    bits |= _LOGPROBS * (s.logprobs is not None)
+    bits |= _HOOKED * bool(s.steer or (s.capture is not None and s.capture.states))
+    bits |= _ADAPTED * (sequence.adapter is not None)
     bits |= _SAMPLED * (fp32_temperature(s) > 0) | sum(_OF_FILTER[name] for name in filters_of(s))
     if rules is not None:
         bits |= _RULES | _BIAS * bool(rules.bias) | _BAN * bool(rules.bad_words or rules.end_ids)
@@ -129,8 +133,8 @@ def _admission(sequence: Sequence, cached: int, vocab: int, following: np.ndarra
     """
     s = sequence.sampling
     words = _HEAD.pack(
-        cached, 0, sequence.final_len, sequence.prompt_len, -1, num_top(s.logprobs, vocab), *column_values(s), s.seed,
-        sequence.rules is not None, 0,
+        cached, 0, sequence.final_len, sequence.prompt_len, sequence.adapter_place, num_top(s.logprobs, vocab),
+        *column_values(s), s.seed, sequence.rules is not None, 0,
     )  # fmt: skip
     between = [0] * (columns.page_tables - NEXT_TOKENS - len(following))
     rest = array("i", [*following.tolist(), *between, *sequence.pages.tolist()])

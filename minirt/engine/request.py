@@ -124,6 +124,7 @@ class EngineStats(NamedTuple):
         generation_tokens: generated tokens, those of requests that still run included.
         drafts: counters of speculative decoding; zeros without it.
         prefix_cache_recomputed: see `PrefixCacheStats`; None: no states are kept.
+        adapter_requests: requests by the names of adapters that are loaded.
         num_graphs_to_capture: CUDA graphs that warm-up has still to capture; until then, some steps are padded to larger ones.
     """
 
@@ -137,3 +138,4 @@ class EngineStats(NamedTuple):
     drafts: DraftStats = DraftStats()
     prefix_cache_recomputed: int | None = None
     num_graphs_to_capture: int = 0
+    adapter_requests: dict[str, int] = {}  # noqa: RUF012  (never changed)

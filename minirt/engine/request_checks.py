@@ -53,6 +53,8 @@ class RequestChecks:
                 if largest >= self._vocab_size:
                     expected = f"ids from 0 to {self._vocab_size - 1}"
                     raise InputError("not a token id of this model", where=name, expected=expected, found=largest)
+            if sampling.lora is not None:
+                self.check_lora(sampling.lora)
             if self.hooks is not None:
                 self.hooks.check(sampling)
             elif (sampling.capture is not None and sampling.capture.states) or sampling.steer:
@@ -74,6 +76,13 @@ class RequestChecks:
                 what = "no token is left to draw: bad_words and min_tokens forbid all that are allowed"
                 place = "min_tokens" if rules.end_ids else "bad_words"
                 raise InputError(what, where=place, expected="an allowed token that is not forbidden", found="none")
+
+    def check_lora(self, name: str) -> None:
+        """Raise InputError if there is no adapter of this name."""
+        if self._scheduler.adapters is None:
+            hint = f"load it with loras={{{name!r}: folder}}"
+            raise InputError("the model was loaded without adapters", where="lora", found=name, hint=hint)
+        self._scheduler.adapters.get(name)
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
         """Raise InputError unless `tokens` is a non-empty list of token ids of the model."""

@@ -37,7 +37,7 @@ class Attention(Layer):
         residual_multiplier: a factor of what is added to x.
     """
 
-    kind = "attention"
+    kind, adaptable = "attention", ("qkv", "o")
     needs_cache = "an attention layer needs KV pages"
     kernel_tables = ("attention.dispatch", "attention.rope_write")
 
@@ -109,7 +109,10 @@ def eager(layer: Attention) -> Forward:
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV) -> Tensor:
         h = x if norm is None else reference.rms_norm(x, norm.weight, eps)
-        heads = reference.linear(h, qkv.weight, qkv.bias, qkv.scale).view(len(x), -1, d)
+        heads = reference.linear(h, qkv.weight, qkv.bias, qkv.scale)
+        if batch.adapters is not None:
+            batch.adapters.add(qkv, heads, h)
+        heads = heads.view(len(x), -1, d)
         qk, v, gate = heads.split((nq + nkv, nv, heads.shape[1] - nq - nkv - nv), 1)
         v = qk[:, nq:] if settings.v_is_k else v
         if settings.normalize_v:
@@ -132,6 +135,8 @@ def eager(layer: Attention) -> Forward:
             a = reference.gate_output(a, gate.flatten(1))
         a = layer.hooked(a, batch)
         y = reference.linear(a, o.weight, o.bias, o.scale)
+        if batch.adapters is not None:
+            batch.adapters.add(o, y, a)
         y = y if post_norm is None else reference.rms_norm(y, post_norm.weight, post_norm_eps)
         return reference.add_residual(x, y, multiplier)
 
@@ -179,9 +184,13 @@ def triton(layer: Attention) -> Forward:
         q_norm = layer.q_norm.weight if layer.q_norm else None
         k_norm = layer.k_norm.weight if layer.k_norm else None
         norm_weight = norm.weight if norm else None
+        adapter = None if batch.adapters is None else batch.adapters.before(linear, x, norm_weight)
         qkv = norm_linear(
-            x, norm_weight, eps, linear.weight, linear.bias, scale=linear.scale, workspace=workspace, pdl=pdl, check=False
-        )
+            x, norm_weight, eps, linear.weight, linear.bias, scale=linear.scale, workspace=workspace, adapter=adapter, pdl=pdl,
+            check=False,
+        )  # fmt: skip
+        if batch.adapters is not None and adapter is None:
+            batch.adapters.add(linear, qkv, x, norm_weight, eps)
         gate = None
         if settings.gate is not None:
             qkv, gate = qkv[:, : sum(rows)], qkv[:, sum(rows) :].unflatten(1, (nq, d))
@@ -205,8 +214,15 @@ def triton(layer: Attention) -> Forward:
         )).view(-1, nq * d)  # fmt: skip
         a = layer.hooked(a, batch)
         if residual_product:
-            return linear_residual(a, o.weight, x, o.bias, scale=o.scale, workspace=workspace, pdl=pdl, check=False)
+            adapter = None if batch.adapters is None else batch.adapters.before(o, a)
+            if batch.adapters is not None and adapter is None:
+                batch.adapters.add(o, x, a)
+            return linear_residual(
+                a, o.weight, x, o.bias, scale=o.scale, workspace=workspace, adapter=adapter, pdl=pdl, check=False
+            )
         y = norm_linear(a, None, 0.0, o.weight, o.bias, scale=o.scale, workspace=workspace, pdl=pdl, check=False)
+        if batch.adapters is not None:
+            batch.adapters.add(o, y, a)
         return triton_add(layer, x, y)
 
     return forward

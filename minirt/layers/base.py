@@ -127,6 +127,7 @@ class Layer:
         kernel_tables: modules of `minirt.kernels` with the tables of its kernels beside those of linear layers and experts.
         inner: what the input of its last product is called, and how many channels it has; None: no name.
         hook: of that input (`minirt.hooks`); None: there is none.
+        adaptable: attributes with linears to which its implementations apply a step's adapters (`minirt.adapters`).
     """
 
     kind: ClassVar[str]
@@ -136,6 +137,7 @@ class Layer:
     makes_logits: ClassVar[bool] = False
     needs_cache: ClassVar[str] = ""
     kernel_tables: ClassVar[tuple[str, ...]] = ()
+    adaptable: ClassVar[tuple[str, ...]] = ()
     cache_spec: CacheSpec | None = None
     needs_every_row: bool = False
     ropes: Sequence[tuple[RopeConfig, int]] = ()

@@ -27,7 +27,7 @@ class GatedDeltaNet(Layer):
         norm: checkpoint name of the norm of the layer's input. The others are below `prefix` (`….linear_attn`).
     """
 
-    kind = "gated_delta_net"
+    kind, adaptable = "gated_delta_net", ("in_proj", "in_proj_ba", "out_proj")
     needs_cache = "a gated DeltaNet layer needs a state for each sequence"
     kernel_tables = ("gated_delta.dispatch",)
 
@@ -151,8 +151,12 @@ def eager(layer: GatedDeltaNet) -> Forward:
         snapshots = list[list[tuple[int, int]]]()
         if batch.snapshots is not None and max(counts, default=0) > CHUNK:
             snapshots = [[(row, offset) for row, offset in rows if row >= 0] for rows in batch.snapshots.tolist()]
+        if batch.adapters is not None:
+            batch.adapters.add(in_proj, qkvz, h)
+            batch.adapters.add(in_proj_ba, ba, h)
         y = gated_delta.gated_delta_net(qkvz, ba, layer.weights(), state, counts, lengths, batch.seq_slots.tolist(), snapshots)
-        return x + reference.linear(y, layer.out_proj.weight, scale=layer.out_proj.scale)
+        out = reference.linear(y, layer.out_proj.weight, scale=layer.out_proj.scale)
+        return x + (out if batch.adapters is None else batch.adapters.add(layer.out_proj, out, y))
 
     return forward
 
@@ -185,9 +189,14 @@ def triton(layer: GatedDeltaNet) -> Forward:
                 ba = norm_linear(x, norm.weight, eps, proj_ba.weight, workspace=side.workspace, pdl=pdl, check=False)
             qkvz = norm_linear(x, norm.weight, eps, proj.weight, scale=proj.scale, workspace=workspace, pdl=pdl, check=False)
             side.join()
+        if batch.adapters is not None:
+            batch.adapters.add(proj, qkvz, x, norm.weight, eps)
+            batch.adapters.add(proj_ba, ba, x, norm.weight, eps)
         starts, lengths = batch.query_starts_device, batch.seq_lens_device
         sequences = operands.GatedDeltaSequences(starts, lengths, batch.seq_slots, batch.snapshots)
         y = gated_delta_net(qkvz, ba, layer.weights(), state, sequences, batch.max_query_len, pdl=pdl, check=False)
+        if batch.adapters is not None:
+            batch.adapters.add(out_proj, x, y)
         return linear_residual(y, out_proj.weight, x, scale=out_proj.scale, workspace=workspace, pdl=pdl, check=False)
 
     return forward

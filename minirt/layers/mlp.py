@@ -30,7 +30,7 @@ class MLP(Layer):
         factor: checkpoint name of a factor [1] of the sum; None: there is none.
     """
 
-    kind = "mlp"
+    kind, adaptable = "mlp", ("gate_up", "down")
 
     def __init__(
         self, config: ModelConfig, *, name: str, norm: str | None, prefix: str, post_norm: str | None = None,
@@ -62,8 +62,13 @@ def eager(layer: MLP) -> Forward:
 
     def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
         h = x if norm is None else reference.rms_norm(x, norm.weight, eps)
-        h = layer.hooked(reference.gated(reference.linear(h, gate_up.weight, gate_up.bias, gate_up.scale), activation), batch)
+        both = reference.linear(h, gate_up.weight, gate_up.bias, gate_up.scale)
+        if batch.adapters is not None:
+            batch.adapters.add(gate_up, both, h)
+        h = layer.hooked(reference.gated(both, activation), batch)
         y = reference.linear(h, down.weight, down.bias, down.scale)
+        if batch.adapters is not None:
+            batch.adapters.add(down, y, h)
         y = y if post_norm is None else reference.rms_norm(y, post_norm.weight, post_norm_eps)
         x = reference.add_residual(x, y, layer.residual_multiplier)
         return x if factor is None else x * factor.weight
@@ -99,14 +104,29 @@ def triton(layer: MLP) -> Forward:
     workspace, pdl = layer.context.workspace, layer.context.pdl
 
     def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
-        h = norm_gate_up(
-            x, norm.weight if norm else None, eps, gate_up.weight, activation, bias=gate_up.bias, scale=gate_up.scale,
-            workspace=workspace, pdl=pdl, check=False,
-        )  # fmt: skip
+        weight = norm.weight if norm else None
+        adapter = None if batch.adapters is None else batch.adapters.before(gate_up, x, weight)
+        if batch.adapters is None or gate_up.adapters is None or adapter is not None:
+            h = norm_gate_up(
+                x, weight, eps, gate_up.weight, activation, bias=gate_up.bias, scale=gate_up.scale, workspace=workspace,
+                adapter=adapter, pdl=pdl, check=False,
+            )  # fmt: skip
+        else:
+            both = norm_linear(
+                x, weight, eps, gate_up.weight, gate_up.bias, scale=gate_up.scale, workspace=workspace, pdl=pdl, check=False
+            )
+            h = batch.adapters.add(gate_up, both, x, weight, eps, activation)
         h = layer.hooked(h, batch)
         if residual_product:
-            return linear_residual(h, down.weight, x, down.bias, scale=down.scale, workspace=workspace, pdl=pdl, check=False)
+            adapter = None if batch.adapters is None else batch.adapters.before(down, h)
+            if batch.adapters is not None and adapter is None:
+                batch.adapters.add(down, x, h)
+            return linear_residual(
+                h, down.weight, x, down.bias, scale=down.scale, workspace=workspace, adapter=adapter, pdl=pdl, check=False
+            )
         y = norm_linear(h, None, 0.0, down.weight, down.bias, scale=down.scale, workspace=workspace, pdl=pdl, check=False)
+        if batch.adapters is not None:
+            batch.adapters.add(down, y, h)
         return triton_add(layer, x, y)
 
     return forward

@@ -97,7 +97,7 @@ class _Piece(NamedTuple):
     nbytes: int
 
 
-def _read_header(path: Path) -> Iterator[Entry]:
+def read_header(path: Path) -> Iterator[Entry]:
     """The tensors of a file. safetensors checks the header, except that it silently takes the last of repeated names."""
     from safetensors import SafetensorError, safe_open
 
@@ -154,7 +154,7 @@ def read_headers(files: Sequence[Path], index: dict[str, str] | None = None, *, 
     """
     entries: dict[str, Entry] = {}
     for path in files:
-        for entry in _read_header(path):
+        for entry in read_header(path):
             if entry.name in entries:
                 names = f"{entries[entry.name].file.name}, {path.name}"
                 raise CheckpointError("the tensor is in two files", where=entry.name[:MAX_SHOWN], found=names)
@@ -222,12 +222,17 @@ def _bytes(piece: _Piece) -> torch.Tensor:
     return parts[0]
 
 
+def text_name(name: str) -> str:
+    """The name of a decoder's tensor or module without a vision encoder."""
+    prefix = next((p for p in _TEXT if name.startswith(p)), None)
+    return name if prefix is None else _TEXT[prefix] + name.removeprefix(prefix)
+
+
 def _text_names(entries: dict[str, Entry]) -> dict[str, Entry]:
     """The tensors, with the names of a decoder in a model with a vision encoder as those of the decoder alone."""
     changed: dict[str, Entry] = {}
     for name, entry in entries.items():
-        prefix = next((p for p in _TEXT if name.startswith(p)), None)
-        plain = name if prefix is None else _TEXT[prefix] + name.removeprefix(prefix)
+        plain = text_name(name)
         if plain in changed or (plain != name and plain in entries):
             what, names = "the decoder's tensor is there twice", f"{name[:MAX_SHOWN]} and {plain[:MAX_SHOWN]}"
             raise CheckpointError(what, where=entry.file, expected="one of them", found=names)
@@ -324,7 +329,7 @@ def _tied_copy(model: Model, name: str) -> bool:
 
 def load(
     model: Model, entries: Entries, *, allow_unused: bool = False, check_weights: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None, change: Callable[[str, torch.Tensor, int], torch.Tensor] | None = None,
 ) -> tuple[int, tuple[str, ...]]:  # fmt: skip
     """Stream a checkpoint into an allocated model and cast it to the model's dtype.
 
@@ -333,6 +338,7 @@ def load(
         allow_unused: see `match`.
         check_weights: refuse NaN and Inf; the error names the tensor.
         progress: called with the bytes that are done, and those in total.
+        change: (name, rows of a tensor, the first one) → the rows to load.
     Returns:
         The number of bytes read, and the checkpoint tensors that the model does not use.
     Raises:
@@ -351,6 +357,7 @@ def load(
             _check_scale(entry, tensor, spec.scale == "nonzero")
         if spec.values is not None and (values := tensor.tolist()) != list(spec.values):
             raise CheckpointError("wrong values", where=entry.place, expected=list(spec.values), found=shown(values))
+        tensor = tensor if change is None else change(entry.name, tensor, piece.first)
         with inside(entry.place):
             for holder in holders:
                 holder.load(entry.name, tensor, piece.first)
@@ -369,9 +376,9 @@ def load(
         if buffers is not None:
             buffers.close()
     if model.formats:
-        _read_all([entries[name] for name in model.formats.unused_scales], _check_scale)
-    _read_all([entries[name] for name in biases], _check_zero)
-    _read_all(tied, lambda entry, tensor: _check_tied(model, entry, tensor))
+        read_tensors([entries[name] for name in model.formats.unused_scales], _check_scale)
+    read_tensors([entries[name] for name in biases], _check_zero)
+    read_tensors(tied, lambda entry, tensor: _check_tied(model, entry, tensor))
     if on_gpu:
         torch.cuda.current_stream(model.device).synchronize()
     return total, unused
@@ -508,7 +515,8 @@ def _fill(memory: mmap.mmap, file: FileIO, begin: int, size: int) -> None:
             done += count
 
 
-def _read_all(entries: Iterable[Entry], check: Callable[[Entry, torch.Tensor], None]) -> None:
+def read_tensors(entries: Iterable[Entry], check: Callable[[Entry, torch.Tensor], None]) -> None:
+    """Call `check` with each of these tensors, whose memory is not to be used after the call."""
     for group in _groups(piece for entry in entries for piece in _pieces(entry)):
         _read(group, lambda piece, tensor: check(piece.entry, tensor))
 

@@ -245,7 +245,7 @@ def _contents(folder: Path) -> str:
     """
     files = _listed(folder)
     if "adapter_config.json" in files:
-        return "; the folder holds a LoRA adapter, and adapters are not supported: merge it into its model"
+        return "; the folder holds a LoRA adapter: give its model here, and the folder to --lora"
     other = [name for name in files if name.endswith(".safetensors") and name != _SINGLE]
     if len(other) == 1:
         return f"; if {other[0]} is the whole model, rename it to {_SINGLE}"

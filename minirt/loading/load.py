@@ -16,6 +16,9 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from minirt import models
+from minirt.adapters.adapters import Adapters
+from minirt.adapters.files import warn_of_base
+from minirt.adapters.merge import merging
 from minirt.device import AbsentGPU, AnyDevice, compute_capability, pick_device, total_memory
 from minirt.errors import ConfigError, InputError, MinirtError, ModelNotFoundError, UnsupportedError
 from minirt.hooks.layer import with_hooks
@@ -259,7 +262,12 @@ def _without_weights(options: LoadOptions, source: Source, entries: Entries | No
     model.device = cast(torch.device, device)
     model.dtype = pick_dtype(options.dtype, source.config, model.device)
     model.kv_dtype = pick_kv_dtype(options.kv_cache_dtype, model.dtype)
-    return model, _match(model, entries, options) if entries is not None else []
+    notes = _match(model, entries, options) if entries is not None else []
+    if (options.adapter_folders and not options.merge_lora) or options.max_lora_rank is not None:
+        model.adapters = Adapters(model, options.adapter_folders, options.max_loras, options.max_lora_rank)
+        for known in model.adapters.known.values():
+            warn_of_base(known.adapter, options.model)
+    return model, notes
 
 
 def _slow(model: Model, options: LoadOptions) -> str | None:
@@ -515,17 +523,23 @@ def load(options: LoadOptions, progress: LoadProgress | None = None) -> LoadedMo
     with out_of_memory_while("allocating the weights", device):
         model.allocate(device, model.dtype, length, model.kv_dtype)
     model.resolve(options.impl)
+    if model.adapters is not None:
+        with out_of_memory_while("allocating adapters", device):
+            model.adapters.allocate()
     _add_notes(model, *notes, settled, slow := _slow(model, options))
     if slow is not None:
         warn(slow)
-    bytes_read, unused = 0, tuple[str, ...]()
+    bytes_read, unused, merge = 0, tuple[str, ...](), None
+    if options.merge_lora:
+        adapter, merge = merging(options.adapter_folders[""], model)
+        warn_of_base(adapter, options.model)
     with out_of_memory_while("loading the weights", device):
         if entries is None:
             checkpoint.randomize(model, options.seed)
         else:
             bytes_read, unused = checkpoint.load(
                 model, entries, allow_unused=options.layers is not None, check_weights=options.check_weights,
-                progress=progress and partial(progress, "weights"),
+                progress=progress and partial(progress, "weights"), change=merge,
             )  # fmt: skip
     generation_config = files.generation_config if files else None
     eos = eos_token_ids(generation_config, dict(models.decoder_fields(files.config)) if files else {}, tokenizer)

@@ -58,6 +58,7 @@ class MemoryPlan:
         asked: positions that were asked for, all of which must fit. None: fewer will do.
         window, window_pages: of layers with windows below the context: bytes of their pages; their number by window.
         kept: bytes that a sequence keeps in states and windows.
+        adapters: bytes of adapters on the device, a part of `other`.
     """
 
     weights: int
@@ -80,6 +81,7 @@ class MemoryPlan:
     window: int = 0
     window_pages: Mapping[int, int] = field(default_factory=dict)
     kept: int = 0
+    adapters: int = 0
 
     @property
     def fixed(self) -> int:
@@ -127,7 +129,8 @@ class MemoryPlan:
         """The table that `minirt plan` prints: (what, bytes, remark)."""
         step = f"{'measured' if self.measured else 'estimate'}, at most {self.max_num_batched_tokens:,} tokens in a step"
         states = f"states of {self.max_num_seqs:,} sequences, {format_size(self.state)} each" if self.state else ""
-        table = [("weights", self.weights, ""), ("rope tables and states", self.other, states)]
+        table = [("weights", self.weights, ""), ("rope tables and states", self.other - self.adapters, states)]
+        table += [("adapters", self.adapters, "")] * (self.adapters > 0)
         table += [("steps", self.step, step)] * (self.step > 0)
         kept = f"{self.snapshots:,} snapshots of states, for the prefix cache"
         table += [("state cache", self.snapshots * self.state, kept)] * (self.snapshots > 0)
@@ -155,7 +158,8 @@ def plan_memory(
     page = page_bytes(specs, model.kv_dtype, windows=windows)
     weights, each = model.weight_bytes(model.dtype), model.rope_bytes(length)
     tables = sum(each)
-    free, others = free_memory(device) + (weights + tables) * loaded, held_by_others(device)
+    adapters = 0 if model.adapters is None else model.adapters.nbytes(model.dtype)
+    free, others = free_memory(device) + (weights + tables + adapters) * loaded, held_by_others(device)
     budget = free if on_cpu else int(free * (options.gpu_memory_utilization or GPU_MEMORY_UTILIZATION))
     drafts = options.draft_needs
 
@@ -172,7 +176,7 @@ def plan_memory(
     asked = None if options.kv_bytes is None else min(_pages_in(options.kv_bytes, page), full)
     if on_cpu and not loaded:
         tables += 3 * max(each, default=0)  # while a table is computed, there are temporary tensors
-    other = tables + options.max_num_seqs * state
+    other = tables + options.max_num_seqs * state + adapters
     fixed = weights + other
     if on_cpu:
         budget = free if asked is not None else min(free, fixed + int(max(0, free - fixed) * CPU_SHARE))
@@ -195,7 +199,7 @@ def plan_memory(
     return MemoryPlan(
         weights, other, step, page, pages, free, budget, total_memory(device), others, full, context, tokens,
         seqs, state, snapshots, measured=loaded and step > 0, asked=options.max_model_len,
-        window=window_bytes(in_windows), window_pages=in_windows, kept=kept,
+        window=window_bytes(in_windows), window_pages=in_windows, kept=kept, adapters=adapters,
     )  # fmt: skip
 
 
@@ -325,6 +329,9 @@ def estimate_step(model: Model, limits: EngineLimits, cuda_graphs: bool) -> int:
     config, size, length, tokens = model.config, model.dtype.itemsize, limits.max_model_len, limits.max_num_batched_tokens
     rows = limits.max_logits_rows if limits.max_drafts else limits.max_num_seqs
     row = (2 * config.hidden_size + max(layer.activation_values for layer in model.layers)) * size
+    if model.adapters is not None:  # gate and up, before their activation
+        gated = (op.linear.out_features for layer in model.layers for op in layer.linear_ops() if op.gated and not op.experts)
+        row += max(gated, default=0) * size
     logits = rows * config.vocab_size * 4
     slot = slot_bytes(config.vocab_size, length) + 4 * (-(-length // PAGE_SIZE) + limits.keeps_history * length)
     total = tokens * row + 3 * logits + min(rows, PROCESSED_ROWS) * config.vocab_size * 4 + limits.max_num_seqs * slot

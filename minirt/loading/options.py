@@ -3,11 +3,12 @@
 Imports no torch.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minirt.errors import ConfigError, InputError, MinirtError, inside, quoted
+from minirt.errors import ConfigError, InputError, MinirtError, UnsupportedError, inside, quoted
 from minirt.sampling_params import OF_SAMPLING
 from minirt.settings import Integer, Number, Settings, one_of, setting, settings_of, texts
 from minirt.sizes import parse_size
@@ -45,6 +46,24 @@ def _size(least: int | None) -> Callable[..., int]:
 
 def _share(value: Any, place: str, error: type[MinirtError], hint: str | None = None) -> float:
     return Number(0, 1, open_low=True)(value, place, ConfigError, hint)
+
+
+def _folders(given: Any, merge: bool) -> dict[str, str]:
+    """Folders of adapters by name. "NAME=FOLDER" → {NAME: FOLDER}; one to be merged has the name ""."""
+    if isinstance(given, Mapping):
+        pairs = [(name, str(folder)) for name, folder in given.items()]
+    elif merge:
+        pairs = [("", text) for text in texts("folders")(given, "--lora", ConfigError)]
+    else:
+        split = [text.partition("=") for text in texts("adapters")(given, "--lora", ConfigError)]
+        pairs = [(name, folder) for name, _, folder in split]
+    for name, folder in pairs:
+        if not folder or (bool(name) == merge) or not isinstance(name, str) or re.fullmatch(r"[\w.:@/ -]{0,200}", name) is None:
+            expected = "a folder with --merge, else NAME=FOLDER, the name of letters, digits and any of . : @ / _ -"
+            raise ConfigError("not an adapter", where="--lora", expected=expected, found=quoted(f"{name}={folder}", 80))
+    if len(dict(pairs)) < len(pairs):
+        raise ConfigError("two adapters have one name", where="--lora", found=quoted([name for name, _ in pairs], 80))
+    return dict(pairs)
 
 
 class LoadOptions(Settings):
@@ -157,6 +176,21 @@ class LoadOptions(Settings):
         "Keep the KV pages of finished requests until their memory is needed, for requests with the same beginning.", True,
         scope="reuse", engine=True, details="With recurrent layers, their states are kept too (`state_cache_memory`).",
         option_help="Compute every prompt completely, even if the KV cache holds its beginning from an earlier request.")
+    loras: "str | Sequence[str] | Mapping[str, str | Path]" = setting(
+        "A LoRA adapter that requests may ask for by its name, a folder in PEFT's format.", (), option="--lora", kind="several",
+        metavar="NAME=FOLDER", scope="memory", group="Model", elsewhere={"vLLM": "lora_modules"},
+        details='In Python, a mapping {"name": folder}. With `merge_lora`, one folder without a name.',
+        option_help="A LoRA adapter that requests may ask for by its name, a folder in PEFT's format; with --merge, a folder.")
+    merge_lora: bool = setting(
+        "Add the adapter to the weights while they are loaded, before they are quantized.", False, option="--merge",
+        scope="memory", group="Model")
+    max_loras: int = setting(
+        "Adapters on the device at once; all others are on the host, and requests wait for a place.", 8, check=_COUNT,
+        scope="memory", group="Model")
+    max_lora_rank: int | None = setting(
+        "Largest rank of adapters that are loaded later, of any linear layer.", check=Integer(1, 256), scope="memory",
+        group="Model", details="None: there is room for linears and ranks of `loras` alone.",
+        option_help="Largest rank of adapters that are loaded later, of any linear layer. Default: room for --lora alone.")
     speculative: "SpeculativeOptions | Proposer | None" = setting(
         "Speculative decoding: propose up to k tokens and verify them in one step. The distribution of the output stays the "
         "same. ngram (default k: 4): tokens that followed the same tokens before. mtp (default k: 3): tokens by the layers of "
@@ -175,6 +209,13 @@ class LoadOptions(Settings):
             expected = "a function that takes the model's config and returns a list of layers"
             raise ConfigError("not a function", where="layers", expected=expected, found=repr(self.layers)[:80])
         super().__post_init__()
+        self._set("loras", _folders(self.loras, self.merge_lora))
+        if self.merge_lora and (len(self.loras) != 1 or self.random_weights or self.max_lora_rank is not None):
+            expected = "one --lora FOLDER, without --random-weights and --max-lora-rank"
+            raise ConfigError("an adapter is merged into the weights of a checkpoint", where="--merge", expected=expected)
+        if self.batch_invariant and not self.merge_lora and (self.loras or self.max_lora_rank is not None):
+            what, hint = "adapters per request depend on other requests in their last bits", "use --merge"
+            raise UnsupportedError(what, where="--batch-invariant", expected="no --lora beside it", found="--lora", hint=hint)
         if self.state_cache_memory and not self.prefix_cache:
             what, expected = "there is no prefix cache to keep states for", "none with --no-prefix-cache"
             raise ConfigError(what, where="--state-cache-memory", expected=expected, found=self.state_cache_memory)
@@ -202,6 +243,11 @@ class LoadOptions(Settings):
         from minirt.speculative.options import draft_needs
 
         return draft_needs(self.speculative)
+
+    @property
+    def adapter_folders(self) -> Mapping[str, str]:
+        """Folders of adapters by name; of one to be merged, the name is ""."""
+        return self.loras  # type: ignore[return-value]  # a mapping from __post_init__ on
 
     @property
     def kv_bytes(self) -> int | None:

@@ -35,6 +35,8 @@ class Model:
     This model's weights, cache specs and plan include those of the draft model, and weights that both have are shared.
     """
 
+    adapters: Any = None  # `minirt.adapters.adapters.Adapters`; None: requests have none
+
     def __init__(
         self, config: ModelConfig, layers: Sequence[Layer], formats: FormatChoice | None = None,
         draft_layers: Sequence[Layer] = (),

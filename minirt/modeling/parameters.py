@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import gcd
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -129,8 +130,10 @@ class PackedLinear(Parameter):
 
     `weight` is [N, K], K contiguous, N the sum of the parts' rows; `bias` is [N] or None. With a `format`, the weights are
     quantized: `weight` and `scale` are what the format allocates, see `minirt.modeling.formats`. Otherwise `scale` is None.
+    `adapters`: see `minirt.adapters`; None: it can have none.
     """
 
+    adapters: Any = None
     random_gain = 1.0  # factor of random weights
 
     def __init__(self, parts: Sequence[Part], in_features: int, bias: bool = False, quantizable: bool = True) -> None:
@@ -157,7 +160,7 @@ class PackedLinear(Parameter):
 
     def compile_key(self) -> tuple[Hashable, ...]:
         kept = self.format and (self.format.name, self.format.scale_shape(self.rows, self.in_features))
-        return self.out_features, self.in_features, self.has_bias, kept
+        return self.out_features, self.in_features, self.has_bias, kept, self.adapters is not None
 
     def expected(self) -> Iterator[TensorSpec]:
         for part in {part.name: part for part in self.parts}.values():

@@ -36,6 +36,8 @@ def planned_kernels(options: LoadOptions, gpu: AbsentGPU) -> list[CompileRequest
     with torch.inference_mode(), standing_for(gpu) as device, listed_kernels(gpu) as kernels:
         model.allocate(device, model.dtype, memory.context, model.kv_dtype)
         model.resolve(options.impl)
+        if model.adapters is not None:
+            model.adapters.allocate()
         cache = KVCache(
             model.cache_specs, memory.pages, device, model.kv_dtype, num_slots=limits.max_num_seqs,
             num_snapshots=memory.snapshots, window_pages=memory.window_pages,

@@ -16,15 +16,16 @@ _MODELS = "/v1/models/"
 
 
 def _card(front: Front, name: str) -> dict[str, Any]:
+    parent = front.options.names[0] if name in front.loras else None
     return {
         "id": name, "object": "model", "created": front.created, "owned_by": "minirt", "root": front.options.model_id,
-        "parent": None, "max_model_len": None if front.loaded is None else front.loaded[1].max_len,
+        "parent": parent, "max_model_len": None if front.loaded is None else front.loaded[1].max_len,
     }  # fmt: skip
 
 
 async def models(front: Front, exchange: Exchange) -> dict[str, Any]:
     front.check_ready()
-    return {"object": "list", "data": [_card(front, name) for name in front.options.names]}
+    return {"object": "list", "data": [_card(front, name) for name in (*front.options.names, *front.loras)]}
 
 
 async def model(front: Front, exchange: Exchange) -> dict[str, Any]:

@@ -127,7 +127,7 @@ class ChoicesAnswer(Answer):
         tokenizer: Tokenizer | None, *, wants_logprobs: bool, parses: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(call, request.stream)
-        self.fields = fields | {"created": int(time.time()), "model": front.options.names[0]}
+        self.fields = fields | {"created": int(time.time()), "model": request.model or front.options.names[0]}
         self.tokenizer, self.wants_logprobs, self.parses = tokenizer, wants_logprobs, parses
         self.start = b"data: " + encode_json(self.fields | {"object": chunk})[:-1] + b',"choices":['
         self._heads = [self.start + b'{"index":%d,%b' % (index, frame[0]) for index in range(len(call.streams))]

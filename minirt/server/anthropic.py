@@ -279,7 +279,8 @@ _GROWS = {
 class _MessageAnswer(ReplyAnswer):
     def __init__(self, front: Front, exchange: Exchange, request: MessagesRequest, prepared: Prepared) -> None:
         super().__init__(prepared, request.stream)
-        self._fields = {"id": f"msg_{exchange.id}", "type": "message", "role": "assistant", "model": front.options.names[0]}
+        model = request.model or front.options.names[0]
+        self._fields = {"id": f"msg_{exchange.id}", "type": "message", "role": "assistant", "model": model}
         self._stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
         self._max_tokens = request.max_tokens
 

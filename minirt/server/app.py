@@ -12,7 +12,7 @@ from typing import Any
 
 from minirt.errors import MinirtError
 from minirt.foreign_names import similar
-from minirt.server import admin, anthropic, chat, completions, page, responses, tokenization
+from minirt.server import adapters, admin, anthropic, chat, completions, page, responses, tokenization
 from minirt.server.answers import send
 from minirt.server.errors import HTTPError, status_of
 from minirt.server.exchange import Exchange, encode_json
@@ -23,7 +23,9 @@ Handler = Callable[[Front, Exchange], Awaitable[Any]]
 # "METHOD path" → handler; "*" at the end stands for any rest. Each module of an API has its own. Those that generate have a
 # time limit.
 _GENERATE: Mapping[str, Handler] = {**chat.ROUTES, **completions.ROUTES, **responses.ROUTES, **anthropic.ROUTES}
-ROUTES: Mapping[str, Handler] = {**_GENERATE, **responses.STORED, **tokenization.ROUTES, **admin.ROUTES, **page.ROUTES}
+ROUTES: Mapping[str, Handler] = {
+    **_GENERATE, **responses.STORED, **tokenization.ROUTES, **admin.ROUTES, **page.ROUTES, **adapters.ROUTES,
+}  # fmt: skip
 # First words of paths of OpenAI and vLLM that do something else than generate text, though some are spelled like a path here.
 _NOT_TEXT = ("audio", "batches", "classify", "embeddings", "files", "images", "moderations", "pooling", "rerank", "score")
 _PUBLIC = ("/", "/health", "/ping", "/ready")  # paths that need no API key

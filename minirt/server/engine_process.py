@@ -13,10 +13,11 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from minirt.engine.request import Request, TokenOutput
-from minirt.errors import DeviceFailedError, inside, printable
+from minirt.errors import DeviceFailedError, MinirtError, inside, printable
 from minirt.head_start import head_start
 from minirt.loading.options import LoadOptions
 from minirt.progress import load_bars
@@ -105,7 +106,7 @@ def _load(connection: _Connection, start: wire.Start) -> "Generator":
     connection.send(
         wire.Ready(
             generator.max_len, generator.config.vocab_size, generator.max_num_seqs, generator.eos_token_ids,
-            generator.generation_config, facts, generator._engine.keeps_states,
+            generator.generation_config, facts, generator._engine.keeps_states, generator.loras,
         )
     )  # fmt: skip
     return generator
@@ -115,10 +116,14 @@ class _Server:
     """Carries out the front's messages on a generator's engine, and is the sink of all requests."""
 
     def __init__(self, connection: _Connection, generator: "Generator") -> None:
-        self._connection, self._thread = connection, generator._engine
+        self._connection, self._thread, self._generator = connection, generator._engine, generator
+        self._changes = SimpleQueue[wire.ChangeAdapter]()
+        threading.Thread(target=self._change_adapters, daemon=True).start()
 
-    def handle(self, message: wire.Submit | wire.Abort | wire.Ask) -> None:
+    def handle(self, message: wire.Submit | wire.Abort | wire.Ask | wire.ChangeAdapter) -> None:
         match message:
+            case wire.ChangeAdapter():
+                self._changes.put(message)
             case wire.Submit():
                 self._submit(message.whole())
             case wire.Abort(request_ids=request_ids):
@@ -127,6 +132,20 @@ class _Server:
                 self._thread.ask(
                     lambda engine: wire.EngineState(engine.stats, [*map(engine.num_tokens, ids)]), self._connection.send
                 )
+
+    def _change_adapters(self) -> None:
+        """Carry out changes one after the other, in a thread: reading an adapter must not delay the messages after it."""
+        while True:
+            change, error = self._changes.get(), None
+            try:
+                if change.folder is None:
+                    self._generator.unload_lora(change.name)
+                else:
+                    self._generator.load_lora(change.name, change.folder)
+            except Exception as raised:
+                error = named(raised, "the adapter cannot be changed")
+            with suppress(OSError, MinirtError):  # the front or the engine has ended
+                self._connection.send(wire.AdapterChanged(self._generator.loras, error))
 
     def _submit(self, requests: Sequence[Request]) -> None:
         """Add the requests of one call, or refuse all of them: they have the same prompt, or belong together."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from minirt.errors import MinirtError, inside, printable
+from minirt.errors import InputError, MinirtError, inside, printable
 from minirt.processor import Call, Processor
 from minirt.server.errors import HTTPError
 from minirt.server.exchange import Exchange
@@ -46,6 +46,7 @@ class Front:
         exchanges: those that are being answered.
         generations: those that are running.
         created: the time of the start, as Unix time.
+        loras: the names of adapters, which clients may ask for as for models.
     """
 
     options: ServerOptions
@@ -57,6 +58,7 @@ class Front:
     tokenizer: Tokenizer | None = None
     reply_format: ReplyFormat = field(default_factory=ReplyFormat)
     draining: bool = False
+    loras: list[str] = field(default_factory=list)
     exchanges: set[Exchange] = field(default_factory=set)
     generations: set[Generation] = field(default_factory=set)
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_THREADS, "minirt-encode"))
@@ -83,7 +85,9 @@ class Front:
         info = await self.engine.ready
         name = self.options.names[0]
         processor = Processor(self.engine, name, self.tokenizer, info.generation_config, info.eos_token_ids, info.vocab_size)
-        self.loaded = processor, info
+        if taken := set(self.options.names).intersection(info.loras):
+            raise InputError("an adapter has the model's name", where="--lora", found=min(taken))
+        self.loaded, self.loras = (processor, info), info.loras
         if not self.options.quiet:
             for file, kept in info.facts.get("warm_prompts", {}).items():
                 sys.stderr.write(f"minirt: {printable(file)}: {kept} tokens are kept for prompts that begin with them\n")
@@ -108,9 +112,9 @@ class Front:
         raise HTTPError(503, what, retry_after=5 if state == "loading" else None)
 
     def check_model(self, name: str | None) -> None:
-        """Raise 404 unless it is a name of the model. None is."""
-        if name is not None and name not in self.options.names:
-            expected = " or ".join(self.options.names)
+        """Raise 404 unless it is a name of the model or of an adapter. None is."""
+        if name is not None and name not in self.options.names and name not in self.loras:
+            expected = " or ".join([*self.options.names, *self.loras[:8]])
             what, code = "there is no such model", "model_not_found"
             raise HTTPError(404, what, param="model", code=code, expected=expected, found=name[:200])
 

@@ -86,6 +86,8 @@ class Metrics:
             yield metric(Counter, "num_preemptions", what, engine.num_preemptions)
             yield metric(Counter, "prefix_cache_queries", "Tokens looked up in the prefix cache.", engine.prefix_cache_queries)
             yield metric(Counter, "prefix_cache_hits", "Tokens found in the prefix cache.", engine.prefix_cache_hits)
+            if engine.adapter_requests:
+                yield metric(Counter, "lora_requests", "Requests, by adapter.", engine.adapter_requests, "lora_name")
             if engine.prefix_cache_recomputed is not None:
                 what = "Tokens whose KV pages were found, computed again for want of a state of recurrent layers."
                 yield metric(Counter, "prefix_cache_recomputed", what, engine.prefix_cache_recomputed)

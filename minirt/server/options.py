@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from minirt.errors import MinirtError, quoted
+from minirt.errors import InputError, MinirtError, quoted
 from minirt.settings import Integer, Settings, setting, settings_of
 
 
@@ -78,8 +78,16 @@ class ServerOptions(Settings, kw_only=False):
         "Format of the tool calls in answers; auto takes it from the tokenizer's files.", "auto", kind=_parsers)
     log_prompts: bool = setting("Write the prompts of requests to the log.", False)
     warm_prompts: tuple[tuple[str, str], ...] = setting("Names and texts of what is computed at load and kept.", (), option="")
+    lora_folders: tuple[str, ...] = setting(
+        "Clients with a key may load and unload adapters below this folder.", (), option="--lora-folder", kind="several",
+        metavar="FOLDER")
     imports: tuple[str, ...] = setting("Python files that the engine's process runs before it loads the model.", (), option="")
     quiet: bool = setting("No progress and no notes.", False, option="")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lora_folders and not self.api_keys:
+            raise InputError("clients that change adapters need a key", where="--lora-folder", expected="--api-key beside it")
 
     @classmethod
     def _place(cls, name: str) -> str:

@@ -59,7 +59,7 @@ class Common(_FIELDS, msgspec.Struct, kw_only=True):
     """The fields that mean the same in every API that generates. `prompt_fields`: those that have the prompt."""
 
     prompt_fields: ClassVar[tuple[str, ...]]
-    model: str | None = None
+    model: str | None = None  # after `decode` that of an adapter, or None
     stream: bool | None = None
     seed: int | None = None  # see `_seed`; `SamplingParams` checks the upper limit
     priority: Int | None = None
@@ -148,6 +148,8 @@ def decode(front: Front, exchange: Exchange, body: bytes, kind: type[Body], refu
     if isinstance(request, Common):
         _check_limits(request)
     front.check_model(value.get("model"))
+    if isinstance(request, Common) and request.model not in front.loras:
+        request.model = None
     if prompts := getattr(kind, "prompt_fields", ()):
         exchange.prompt_field = prompts[0]
         exchange.log |= {name: getattr(request, name) for name in prompts if front.options.log_prompts}
@@ -253,7 +255,8 @@ def sampling_params(request: Common, renamed: Mapping[str, str] = {}, **changes:
         renamed: names of parameters → names of the fields that they come from, for messages.
         changes: parameters, which replace those of the request.
     """
-    given = {name: value for name in SETTINGS if (value := getattr(request, name)) is not None} | {"seed": _seed(request.seed)}
+    given = {name: value for name in SETTINGS if (value := getattr(request, name)) is not None}
+    given |= {"seed": _seed(request.seed), "lora": request.model}
     try:
         return SamplingParams(**given | changes)
     except InputError as error:

@@ -37,6 +37,7 @@ class RemoteEngine(asyncio.Protocol):
         self._sinks = Sinks()
         self._ids = itertools.count()
         self._frames = wire.Frames()
+        self._changing: list[asyncio.Future[wire.AdapterChanged]] = []  # as well
         self._asking: list[asyncio.Future[wire.EngineState]] = []  # answers come in the order of the questions
         self._transport: asyncio.Transport | None = None
         self._process: subprocess.Popen | None = None
@@ -106,6 +107,22 @@ class RemoteEngine(asyncio.Protocol):
         self._send(wire.Ask(list(request_ids)))
         return await answer
 
+    async def change_adapter(self, name: str, folder: str | None) -> list[str]:
+        """Load an adapter from a folder; None: unload it. Returns the names of all adapters.
+
+        Raises:
+            MinirtError: it is refused.
+        """
+        if self._failure is not None:
+            raise self._failure.copy()
+        answer: asyncio.Future[wire.AdapterChanged] = asyncio.get_running_loop().create_future()
+        self._changing.append(answer)
+        self._send(wire.ChangeAdapter(name, folder))
+        changed = await answer
+        if changed.error is not None:
+            raise changed.error
+        return changed.loras
+
     async def stop(self) -> None:
         """Close the connection, so that the process ends. Kill it if it does not, or while it loads the model."""
         if not self.ready.done() or self.ready.cancelled():
@@ -138,6 +155,10 @@ class RemoteEngine(asyncio.Protocol):
             match message:
                 case wire.StepOutputs(outputs=outputs):
                     self._sinks.deliver(outputs)
+                case wire.AdapterChanged():
+                    change = self._changing.pop(0)
+                    if not change.done():
+                        change.set_result(message)
                 case wire.EngineState():
                     question = self._asking.pop(0)
                     if not question.done():
@@ -154,7 +175,7 @@ class RemoteEngine(asyncio.Protocol):
         if self._failure is None:
             self._failure = EngineError("the engine's process has ended", found=self._exit_status())
         self._sinks.fail(list(self._sinks), self._failure)
-        waiting: list[asyncio.Future] = [self.folder, self.ready, *self._asking]
+        waiting: list[asyncio.Future] = [self.folder, self.ready, *self._asking, *self._changing]
         for future in waiting:
             if not future.done():
                 future.set_exception(self._failure.copy())

@@ -210,7 +210,7 @@ class _ResponseAnswer(ReplyAnswer):
         self._said = {
             "background": False, "conversation": None, "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens, "max_tool_calls": request.max_tool_calls,
-            "metadata": request.metadata or {}, "model": front.options.names[0],
+            "metadata": request.metadata or {}, "model": request.model or front.options.names[0],
             "parallel_tool_calls": request.parallel_tool_calls is not False, "previous_response_id": None, "prompt": None,
             "prompt_cache_key": request.prompt_cache_key, "reasoning": {"effort": reasoning.get("effort"), "summary": None},
             "safety_identifier": request.safety_identifier, "service_tier": "default", "store": False,

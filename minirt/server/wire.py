@@ -75,6 +75,13 @@ class Ask(msgspec.Struct, tag=True, array_like=True):
     request_ids: list[int] = []
 
 
+class ChangeAdapter(msgspec.Struct, tag=True, array_like=True):
+    """Load an adapter from a folder; None: unload it. `AdapterChanged` answers."""
+
+    name: str
+    folder: str | None = None
+
+
 # ── from the engine ──
 
 
@@ -86,7 +93,7 @@ class FilesReady(msgspec.Struct, tag=True, array_like=True):
 
 class Ready(msgspec.Struct, tag=True, array_like=True):
     """The model is loaded and warmed up, and warm prompts are computed. `facts`: what /server_info shows. `keeps_states`: see
-    `Engine.keeps_states`."""
+    `Engine.keeps_states`. `loras`: the names of adapters."""
 
     max_len: int
     vocab_size: int
@@ -95,6 +102,14 @@ class Ready(msgspec.Struct, tag=True, array_like=True):
     generation_config: dict[str, Any] | None
     facts: dict[str, Any]
     keeps_states: bool = False
+    loras: list[str] = []
+
+
+class AdapterChanged(msgspec.Struct, tag=True, array_like=True):
+    """The answer to `ChangeAdapter`, in the order of these. `loras`: the names of all adapters."""
+
+    loras: list[str]
+    error: MinirtError | None = None
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True):
@@ -116,8 +131,8 @@ class EngineState(msgspec.Struct, tag=True, array_like=True):
     counts: list[int]
 
 
-ToEngine = Start | Submit | Abort | Ask
-ToFront = FilesReady | Ready | Failed | StepOutputs | EngineState
+ToEngine = Start | Submit | Abort | Ask | ChangeAdapter
+ToFront = FilesReady | Ready | Failed | StepOutputs | EngineState | AdapterChanged
 
 
 _DETAILS = ("where", "expected", "found", "hint")

@@ -68,6 +68,7 @@ class Batch:
         hooks: `StepHooks`, which hooks among the layers call; None: they do nothing.
         windows: the tables of layers with a window that is shorter than sequences can be, by window. None: all layers have the
             same pages, and the lengths on the host are exact.
+        adapters: `BatchAdapters`, which layers call; None: no sequence has one.
     """
 
     input_ids: Tensor
@@ -91,6 +92,7 @@ class Batch:
     snapshots: Tensor | None = None
     hooks: Any = None
     windows: Mapping[int, PageTables] | None = None
+    adapters: Any = None
 
     def tables(self, window: int) -> PageTables:
         """The tables of layers with this window; those of layers without one are the batch's."""

@@ -150,7 +150,10 @@ class HookPlan(NamedTuple):
 
 @dataclass(eq=False)
 class StepPlan:
-    """A step: `sequences` in order, `tokens` (int32) of those with a start, one after the other, and what changes before it."""
+    """A step: `sequences` in order, `tokens` (int32) of those with a start, one after the other, and what changes before it.
+
+    `adapters`: whether a sequence has one.
+    """
 
     sequences: PlannedSequences
     tokens: np.ndarray = field(default_factory=lambda: NO_TOKENS)
@@ -161,3 +164,4 @@ class StepPlan:
     copies: Copies = NO_COPIES
     snapshots: tuple[Snapshot, ...] = ()
     hooks: HookPlan | None = None
+    adapters: bool = False

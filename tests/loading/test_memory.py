@@ -1,6 +1,7 @@
 """How the KV cache and the largest step are sized. Sizes are counted by hand, for a model of round numbers."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ class Model:
 
     cache_specs = (PagesSpec(2, MB // (2 * 2 * PAGE_SIZE * 2)),)
     kv_dtype = dtype = torch.bfloat16
-    device, max_model_len, capturable = GPU, LENGTH, False
+    device, max_model_len, capturable, adapters = GPU, LENGTH, False, None
 
     def weight_bytes(self, dtype):
         return 1000 * MB
@@ -50,6 +51,17 @@ def free(monkeypatch):
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
     return set_free
+
+
+def test_adapters_take_memory(free):
+    """Catches adapters on the device that no plan counts, before they are loaded or after."""
+    free(2048)
+    without, model = plan(lambda limits: 0), Model()
+    model.adapters = SimpleNamespace(nbytes=lambda dtype: 200 * MB)
+    adapted = plan(lambda limits: 0, model=model)
+    assert adapted.adapters == 200 * MB
+    assert adapted.other == without.other + 200 * MB
+    assert ("adapters", 200 * MB, "") in adapted.rows()
 
 
 @pytest.fixture

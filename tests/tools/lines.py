@@ -22,7 +22,7 @@ CORE = (
     "models",
 )  # fmt: skip
 ROOMS = (
-    *CORE, "kernels", "minirt/hooks", "minirt/precompile", "minirt/profiling", "minirt/server", "minirt/text",
+    *CORE, "kernels", "minirt/adapters", "minirt/hooks", "minirt/precompile", "minirt/profiling", "minirt/server", "minirt/text",
     "minirt/structured", "minirt/cli", "minirt/nn", "minirt/patching", "bench", "models/recipe", "examples", "tests",
 )  # fmt: skip
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minirt.adapters.rows import StepAdapters
 from minirt.device import is_out_of_memory, on_device
 from minirt.engine.buckets import Bucket, Buckets, batch_bucket, drafts_to_propose, max_prompt_tokens
 from minirt.engine.execute.sampler import Sampler, ScoredRows, unpack
@@ -126,7 +127,7 @@ class Runner:
             model.reserve_splits(max_splits(batch_bucket(seqs), limits.max_model_len, cache.capacity))
             if cuda_graphs:
                 flops = [layer.flops(1) for layer in model.layers if layer.residual]
-                buckets = Buckets(limits, max_prompt_tokens(sum(flops) / max(1, len(flops))))
+                buckets = Buckets(limits, max_prompt_tokens(sum(flops) / max(1, len(flops))), model.adapters is not None)
                 seqs, rows = buckets.max_seqs, buckets.max_logits
                 tokens, draws = max(tokens, buckets.max_tokens, rows), max(draws, rows)
                 tiles = max(model.row_maxima_tiles(n + 1) for n in range(rows))
@@ -137,6 +138,10 @@ class Runner:
         if isinstance(model, Model) and model.draft_model is not None:
             self._taps = torch.zeros(tokens, model.config.hidden_size, dtype=model.dtype, device=device)
         self.hooks = step_hooks(model, tokens, seqs, device)
+        self.adapters: StepAdapters | None = None  # the rows of a step with adapters
+        if isinstance(model, Model) and model.adapters is not None:
+            most = max(draws, rows, limits.max_logits_rows)
+            self.adapters = StepAdapters(model.adapters.places, tokens, most, device, triton=model.uses("triton"))
         self.graphs = StepGraphs(self, buckets)
 
     def start(self, plan: StepPlan) -> StartedStep:
@@ -172,6 +177,8 @@ class Runner:
     def _forward(self, plan: StepPlan) -> Forward:
         needs, planned = plan.sampling, plan.sequences
         needed = bool(plan.scored or needs.masked or needs.processed or needs.any_rules or needs.logprobs or not needs.all_greedy)
+        if plan.adapters and isinstance(self.model, Model):
+            self.model.adapters.load()
         bucket = self.graphs.find_or_capture(plan)
         greedy = not needed and bucket is not None
         self.buffers.send(plan, logits_needed=needed, greedy=greedy)
@@ -217,10 +224,15 @@ class Runner:
                 every_row = bool((exact & (planned.num_logits == planned.num_tokens)).all())
         splits = sum([-(-length // KV_SPLIT) for length in lens])
         batch = Batch.of(step, tuple(counts), tuple(lens), max(lens), splits, every_row, self.columns.windows)
+        if plan.adapters and self.adapters is not None:
+            batch = replace(batch, adapters=self.adapters.begin(self.buffers.table, step))
         return view, self.with_buffers(batch, logits, hooked=plan.hooks is not None)
 
-    def with_buffers(self, batch: Batch, logits: int, *, hooked: bool = False) -> Batch:
-        """The batch, with what its layers write to beside their results. `hooked`: a request asks for what hooks do."""
+    def with_buffers(self, batch: Batch, logits: int, *, hooked: bool = False, adapted: bool = False) -> Batch:
+        """The batch, with what its layers write to beside their results. `hooked`: a request asks for what hooks do. `adapted`:
+        it has adapters, whose rows are in static buffers."""
+        if adapted and self.adapters is not None:
+            batch = replace(batch, adapters=self.adapters.of(batch.num_tokens, logits))
         if hooked:
             batch = replace(batch, hooks=self.hooks)
         if self._taps is not None:

@@ -45,6 +45,8 @@ class StepGraphs:
         bucket = self.buckets.find(plan)
         if bucket is not None and plan.hooks is not None:
             bucket = bucket._replace(hooked=True)
+        if bucket is not None and plan.adapters:
+            bucket = bucket._replace(adapted=True)
         if bucket is None or bucket in self.captured:
             return bucket
         if self.later:
@@ -79,7 +81,7 @@ class StepGraphs:
             view.tensors, (query_len,) * seqs, (longest,) * seqs, longest, max_splits(seqs, longest, runner.cache.capacity),
             every_row=bucket.one_token, windows=runner.buffers.columns.windows,
         )  # fmt: skip
-        batch = runner.with_buffers(batch, rows, hooked=bucket.hooked)
+        batch = runner.with_buffers(batch, rows, hooked=bucket.hooked, adapted=bucket.adapted)
         if self.captured is not None:
             batch = replace(batch, logits=runner.buffers.logits[:rows])
         self._static[bucket] = view, batch
@@ -93,10 +95,11 @@ class StepGraphs:
 
         def roots() -> dict[str, Any]:
             held = {"batch": batch, "cache": runner.cache, "model": runner.model, "proposer": runner.proposer, "step": view}
+            held["adapters"] = runner.adapters
             return held | runner.buffers.of_graphs()
 
         def work() -> None:
-            runner.buffers.prepare(view, one_token=bucket.one_token)
+            self._prepare(bucket, view)
             runner.model(batch, runner.cache)
             self._commit_greedy(view, batch)
 
@@ -118,7 +121,7 @@ class StepGraphs:
         runner, (view, batch) = self._runner, self.static(bucket)
         runner.buffers.send(StepPlan(PlannedSequences.of(())))
         runner.buffers.sent()
-        runner.buffers.prepare(view, one_token=bucket.one_token)
+        self._prepare(bucket, view)
         runner.buffers.commit(view, view.tensors.draw_rows)
         if isinstance(runner.model, Model):
             runner.model.dry_run(batch, runner.cache)
@@ -139,6 +142,12 @@ class StepGraphs:
     def keys(self, bucket: Bucket) -> list[object]:
         """The captured graphs of a step of this bucket, and of the drafts after it."""
         return [key for key in (bucket, (_DRAFTS, bucket)) if self.captured is not None and key in self.captured]
+
+    def _prepare(self, bucket: Bucket, view: StepView) -> None:
+        """The input of a step, and its rows by adapter."""
+        self._runner.buffers.prepare(view, one_token=bucket.one_token)
+        if bucket.adapted and self._runner.adapters is not None:
+            self._runner.adapters.begin(self._runner.buffers.table, view.tensors)
 
     def _commit_greedy(self, view: StepView, batch: Batch) -> None:
         """The draw and the commit, if the step is greedy and nothing else needs logits."""

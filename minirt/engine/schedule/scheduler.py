@@ -184,6 +184,7 @@ class Scheduler:
         vocab_size: number of token ids.
         prefix_cache: whether sequences with the same beginning share pages. If there are recurrent layers, it needs snapshots of
             their states.
+        adapters: `minirt.adapters.adapters.Adapters`, which have places on the device; None: sequences have none.
 
     Attributes:
         host: what it knows of the running sequences.
@@ -193,8 +194,10 @@ class Scheduler:
         most_tokens: of a step while kernels for larger ones are compiled; None: as `limits` says.
     """
 
-    def __init__(self, cache: KVCache, limits: EngineLimits, vocab_size: int, *, prefix_cache: bool = True) -> None:
-        self._cache, self.limits = cache, limits
+    def __init__(
+        self, cache: KVCache, limits: EngineLimits, vocab_size: int, *, prefix_cache: bool = True, adapters: Any = None
+    ) -> None:  # fmt: skip
+        self._cache, self.limits, self.adapters = cache, limits, adapters
         self.prefix_cache: PrefixCache | None = None
         self._states: StatePrefixCache | None = None  # the prefix cache, if there are recurrent layers
         self._windows: Windows | None = None  # None: no layer has a window
@@ -353,6 +356,8 @@ class Scheduler:
             self._windows.reset()
         if self._states is not None:
             self._states.reset()
+        if self.adapters is not None:
+            self.adapters.reset()
         for sequence in waiting:
             sequence.leads = False  # it has not started
             self.add(sequence)
@@ -615,6 +620,8 @@ class Scheduler:
         A sequence that does not fit would soon be preempted.
         """
         allocator = self._cache.allocator
+        if sequence.adapter is not None and not self.adapters.fits(sequence.adapter):
+            return None
         if sequence.blocked_at == allocator.num_changes or _further_splits(len(sequence.tokens)) > splits:
             return None
         pages = self._cache.pages_for(min(len(sequence.tokens) + 1, sequence.final_len))
@@ -629,6 +636,8 @@ class Scheduler:
         self.waiting.remove(sequence)
         cache, tokens = None if sequence.logits_only else self.prefix_cache, len(sequence.tokens)
         sequence.take_slot(self.host, hit.pages)
+        if sequence.adapter is not None:
+            sequence.adapter_place = self.adapters.take(sequence.adapter)
         sequence.num_prefilled, sequence.prefill_len = hit.tokens, tokens
         self.host.num_registered[sequence.slot] = NEVER if cache is None else len(hit.pages)
         if cache is not None:
@@ -754,6 +763,8 @@ class Scheduler:
         self._cache.allocator.release(sequence.pages.tolist())
         if self._windows is not None:
             self._windows.release(sequence.slot)
+        if sequence.adapter is not None:
+            self.adapters.release(sequence.adapter)
         self._prefilling.pop(sequence.id, None)
         if self._decoding.pop(sequence.slot, None) is not None:
             self._decoding_slots = None

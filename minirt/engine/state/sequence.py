@@ -1,6 +1,7 @@
 """`Sequence`: what the host knows of one request while it waits and runs."""
 
 from array import array
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -33,6 +34,9 @@ class Sequence:
         self.group = request.group  # the sequences of one group have the same prompt
         self.logits_only = request.logits_only  # no token is drawn: the caller wants the logits of all tokens
         self.constraint: TokenConstraint | None = None  # written by the engine, once it is compiled
+
+        self.adapter: Any = None  # the `Known` adapter of its request; None: it has none
+        self.adapter_place = -1  # of its adapter on the device, written by the scheduler; −1: none
 
         # Written by `take_slot` and `leave_slot`:
         self.slot = -1  # its row of the table of slots while it runs; −1: none

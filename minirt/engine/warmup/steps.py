@@ -59,7 +59,7 @@ def first_buckets(buckets: Buckets) -> list[Bucket]:
     prompts = {min(tokens, token_bucket(count)) for count in (_FEW_TOKENS, MIDDLE_TOKENS)}
     wanted = {Bucket(count) for count in decode}
     wanted |= {Bucket(prompts_together, count) for prompts_together in (1, buckets.max_seqs) for count in prompts}
-    return [bucket for bucket in buckets.all() if bucket in wanted]
+    return [bucket for bucket in buckets.all() if bucket._replace(adapted=False) in wanted]
 
 
 def _prompts(count: int, longest: int) -> list[Chunk]:

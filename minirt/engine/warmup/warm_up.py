@@ -200,13 +200,14 @@ def sample_once(runner: Runner, settings: SamplingBatch, row_maxima: Tensor | No
 
 
 def _dry_run(runner: Runner, model: Model, chunks: Sequence[Chunk]) -> None:
-    model.dry_run(_batch(runner, chunks), runner.cache)
+    for adapted in {False, runner.adapters is not None}:
+        model.dry_run(_batch(runner, chunks, adapted), runner.cache)
 
 
-def _batch(runner: Runner, chunks: Sequence[Chunk]) -> Batch:
-    """A step's batch, for `Model.dry_run`."""
+def _batch(runner: Runner, chunks: Sequence[Chunk], adapted: bool = False) -> Batch:
+    """A step's batch, for `Model.dry_run`. `adapted`: with adapters, if the model has some; such a step takes most memory."""
     batch = Batch.build(chunks, runner.cache.page_size).to(runner.device)
-    return runner.with_buffers(batch, len(batch.logits_indices))
+    return runner.with_buffers(batch, len(batch.logits_indices), adapted=adapted)
 
 
 def _reserve(runner: Runner, model: Model) -> None:
@@ -219,7 +220,7 @@ def _reserve(runner: Runner, model: Model) -> None:
 
     def run(chunks: Sequence[Chunk]) -> int:
         torch.cuda.empty_cache()
-        model.dry_run(_batch(runner, chunks), runner.cache)
+        model.dry_run(_batch(runner, chunks, adapted=True), runner.cache)
         return torch.cuda.memory_reserved(runner.device)
 
     with without_launches(runner.device), suppress(torch.OutOfMemoryError):
@@ -269,7 +270,7 @@ def _measure_graphs(runner: Runner, buckets: Buckets) -> GraphTimes:
     All tokens differ, as a mixture reads the experts of all of them. Their pages are page 0.
     """
     seconds, buffers, captured = dict[Bucket, float](), runner.buffers, runner.graphs.captured
-    for bucket in [bucket for bucket in buckets.all() if not bucket.tokens and not bucket.short]:
+    for bucket in [bucket for bucket in buckets.all() if not (bucket.tokens or bucket.short or bucket.adapted)]:
         buffers.send(measuring_step(runner, min(bucket.seqs, runner.limits.max_num_seqs), 1 + bucket.drafts))
         buffers.sent()
         if captured is not None:
@@ -310,7 +311,7 @@ def measure_step_bytes(model: Model, limits: EngineLimits, *, cuda_graphs: bool)
         return torch.cuda.max_memory_allocated(device) - start
 
     def dry_run(runner: Runner, chunks: Sequence[Chunk]) -> None:
-        model.dry_run(_batch(runner, chunks), runner.cache)
+        model.dry_run(_batch(runner, chunks, adapted=True), runner.cache)
 
     with torch.inference_mode(), on_device(device), without_launches(device):
         try:

@@ -20,6 +20,9 @@ from triton.runtime import driver, jit
 
 from minirt.engine.execute.logits_processors import LogitsProcessors
 from minirt.kernels import embedding, launch, norm, rope
+from minirt.kernels.adapters import add
+from minirt.kernels.adapters import groups as table_of_adapters
+from minirt.kernels.adapters.operands import AdapterWeights, Groups, most_tiles, tile_rows, tiles_of
 from minirt.kernels.attention import dispatch as attention
 from minirt.kernels.attention import rope_write as kv_write
 from minirt.kernels.attention.operands import AttentionInput, KVPages, Rope, Scores, Sequences
@@ -548,6 +551,31 @@ def step_table(calls: Calls) -> None:
     draft_input(ints(5, like=torch.int64), calls.empty(97, HIDDEN), calls.empty(5, HIDDEN), *norm_weights, 1e-6)
 
 
+def all_adapters(calls: Calls) -> None:
+    """Adapters of gate and up, with a norm, and of down, for few rows and many; rows by adapter."""
+    empty, ints, places = calls.empty, calls.ints, 8
+    for T in (1, 33, 2000):
+        rows, count = tile_rows(T), most_tiles(T, places)
+        groups = Groups(ints(T), ints(count, 3), rows)
+        for K, N, parts in ((HIDDEN, 2 * INTER, [(0, INTER, 0), (INTER, 2 * INTER, 1)]), (INTER, HIDDEN, [(0, HIDDEN, 0)])):
+            P, R = len(parts), 64
+            factors = empty(places, P, like=torch.float32), ints(places, P)
+            tiles = torch.tensor(tiles_of(parts), dtype=torch.int32)
+            weights = AdapterWeights(empty(places, P, R, K), empty(places, N, R), *factors, ints(N), tiles)
+            norm, activation = (empty(K), "silu") if P == 2 else (None, None)
+            add.add_adapters(empty(T, K), weights, groups, empty(T, N), norm, 1e-6, activation, pdl=calls.pdl)
+            if T == 1:
+                x, given = empty(1, K), {"workspace": calls.workspace, "pdl": calls.pdl}
+                given["adapter"] = add.expansion(x, weights, groups, norm, pdl=calls.pdl)
+                if activation is None:
+                    linear.linear_residual(x, empty(N, K), empty(1, N), **given)
+                else:
+                    linear.norm_gate_up(x, norm, 1e-6, empty(N, K), activation, **given)
+        table_of_adapters.group_rows(ints(T), places, groups)
+        table_of_adapters.group_rows(ints(T), places, groups, ints(T, like=torch.int64))
+    table_of_adapters.adapters_of(ints(9, 64), 4, ints(5), ints(6), ints(300))
+
+
 def all_sampling(calls: Calls) -> None:
     """Draws with every filter, rules of requests with counts of 16 and of 32 bits, and log-probabilities."""
     ints, longs = (torch.zeros(2, dtype=dtype) for dtype in (torch.int32, torch.int64))
@@ -572,7 +600,7 @@ def families(cc: int, dtype: torch.dtype) -> dict[str, Callable[[Calls], None]]:
     """The families of kernels that a target has, each with calls for its kernels and regimes, mostly in Qwen2.5-7B's shapes."""
     known = {"linear": linear_16, "int4": linear_int4, "attention": all_attention, "experts": experts_16}
     known |= {"experts-int4": experts_int4, "step": step_table, "gated-delta": all_gated_delta, "attention-few": attention_few}
-    known["sampling"] = all_sampling
+    known |= {"sampling": all_sampling, "adapters": all_adapters}
     if cc >= 89:
         known |= {"linear-fp8": linear_fp8, "linear-blocks": linear_blocks}
         known |= {"experts-fp8": experts_fp8, "experts-blocks": experts_blocks}

@@ -48,6 +48,8 @@ def main() -> None:
     seen = {"counts": {name: len(requests) for name, requests in kernels.items()}}
     first = kernels["Qwen2.5-7B"]
     seen["again"] = [request == other for request, other in zip(first, plan("Qwen2.5-7B"), strict=True)]
+    pirate = LoadOptions(dtype="bfloat16", loras={"pirate": str(Path(__file__).parents[3] / "examples" / "pirate")})
+    seen["adapters"] = sorted({request.name for request in planned_kernels(pirate, H100) if "adapters" in request.module})
     seen["targets"] = sorted({str(request.target) for requests in kernels.values() for request in requests})
     seen["other"] = sorted({request.target.arch for request in plan("Qwen2.5-0.5B", AbsentGPU("L4", 23 << 30, (8, 9), sms=58))})
     seen["in place"] = sum(not constant(request, "SHIFT") for request in first if request.name == "_gemm_sm90_kernel")

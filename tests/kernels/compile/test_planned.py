@@ -49,3 +49,8 @@ def test_a_folder_for_another_gpu_is_refused_by_name(seen):
     assert "compute_capability 8.6, sms 72; found compute_capability 9.0, sms 132" in seen["refused"]
     assert "minirt compile" in seen["refused"]
     assert "missing" in seen["no folder"]
+
+
+def test_a_start_with_adapters_compiles_their_kernels(seen):
+    """Catches kernels of adapters that the first request with one would wait for."""
+    assert seen["adapters"] == ["_adapters_kernel", "_expand_kernel", "_group_kernel", "_shrink_kernel"]
