@@ -33,7 +33,7 @@ def expert_counts(layer: Layer, x: Tensor) -> Tensor | None:
 
 @expert_counts.register
 def _mixture(layer: MoE, x: Tensor) -> Tensor:
-    logits = reference.linear(reference.rms_norm(x, layer.norm.weight, layer.config.rms_norm_eps), layer.router.weight)
+    logits = reference.linear(reference.rms_norm(x, layer.norm_of_router.weight, layer.config.rms_norm_eps), layer.router.weight)
     chosen = reference.route(logits, layer.moe.experts_per_token, layer.moe.normalize)[1]
     return torch.bincount(chosen.flatten(), minlength=layer.moe.num_experts)
 

@@ -23,12 +23,12 @@ CASES = [{"T": 1, "H": 16}, {"T": 3, "H": 97}, {"T": 17, "H": 576}, {"T": 129, "
 @prepared
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, weight_ptr, residual_ptr, out_ptr, scale_ptr, H, eps, BLOCK_H: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
-    EARLY: tl.constexpr,
+    x_ptr, weight_ptr, residual_ptr, factor_ptr, out_ptr, scale_ptr, H, eps, BLOCK_H: tl.constexpr, GROUP: tl.constexpr,
+    PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute one row of out [T, H], quantized if `scale_ptr` is given: with a scale [T] or, if GROUP, [T, ⌈H / GROUP⌉].
 
-    A residual [T, H], if it is given, is added to the result.
+    A residual [T, H], if it is given, is added to the result, and the sum multiplied by a factor [1], if it is given.
     """
     t = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_H)
@@ -44,6 +44,8 @@ def _rms_norm_kernel(
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + t * H + h, mask=inside, other=0.0)
         y = (residual.to(tl.float32) + y.to(tl.float32)).to(x.dtype)
+    if factor_ptr is not None:
+        y = (y.to(tl.float32) * tl.load(factor_ptr).to(tl.float32)).to(x.dtype)
     if GROUP is not None:
         groups = (H + GROUP - 1) // GROUP
         y = quantize_groups(y, scale_ptr + t * groups, 0, groups, GROUP)
@@ -67,22 +69,23 @@ def rms_norm(
     if check:
         check_arguments("rms_norm", x=x, weight=weight, out=out)
     out = torch.empty_like(x) if out is None else out
-    _launch(x, weight, eps, out, None, None, False, early, pdl)
+    _launch(x, weight, eps, out, None, None, None, False, early, pdl)
     return out
 
 
 def norm_residual(
-    y: Tensor, weight: Tensor, eps: float, residual: Tensor, out: Tensor | None = None, *, early: bool = False,
-    pdl: bool = False, check: bool = True,
+    y: Tensor, weight: Tensor, eps: float, residual: Tensor, out: Tensor | None = None, *, factor: Tensor | None = None,
+    early: bool = False, pdl: bool = False, check: bool = True,
 ) -> Tensor:  # fmt: skip
-    """residual + rms_norm(y, weight, eps), all [T, H]: a norm after a layer, before its residual is added (Gemma).
+    """factor · (residual + rms_norm(y, weight, eps)), all [T, H]: a norm after a layer, before its residual is added (Gemma).
 
-    `out` may be `y` or `residual`. `early` and `pdl` as for `rms_norm`.
+    factor: [1] of y's dtype, None: 1. The sum is rounded before. `out` may be `y` or `residual`. `early` and `pdl`: as for
+    `rms_norm`.
     """
     if check:
         check_arguments("norm_residual", y=y, weight=weight, residual=residual, out=out)
     out = torch.empty_like(y) if out is None else out
-    _launch(y, weight, eps, out, residual, None, False, early, pdl)
+    _launch(y, weight, eps, out, residual, factor, None, False, early, pdl)
     return out
 
 
@@ -98,20 +101,22 @@ def rms_norm_quantize(
         check_arguments("rms_norm_quantize", x=x, weight=weight, out=out)
     require_fp8(x.device)
     out, scale = quantized_buffers(x, out, scale, check, blocks)
-    _launch(x, weight, eps, out, None, scale, blocks, early, pdl)
+    _launch(x, weight, eps, out, None, None, scale, blocks, early, pdl)
     return out, scale
 
 
 def _launch(
-    x: Tensor, weight: Tensor, eps: float, out: Tensor, residual: Tensor | None, scale: Tensor | None, blocks: bool,
-    early: bool, pdl: bool,
+    x: Tensor, weight: Tensor, eps: float, out: Tensor, residual: Tensor | None, factor: Tensor | None, scale: Tensor | None,
+    blocks: bool, early: bool, pdl: bool,
 ) -> None:  # fmt: skip
     T, H = x.shape
     if T:
         group = FP8_BLOCK if blocks else None
         block = max(group or 1, next_power_of_2(H))
         options = launch_options(min(16, max(1, block // 512)), 1, pdl)
-        _rms_norm_kernel[(T,)](x, weight, residual, out, scale, H, eps, BLOCK_H=block, GROUP=group, EARLY=early, **options)
+        _rms_norm_kernel[(T,)](
+            x, weight, residual, factor, out, scale, H, eps, BLOCK_H=block, GROUP=group, EARLY=early, **options
+        )
 
 
 def cost(T: int, H: int, itemsize: int) -> tuple[int, int]:

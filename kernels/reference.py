@@ -47,9 +47,11 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return wide.to(x.dtype) if weight is None else weight * wide.to(x.dtype)
 
 
-def norm_residual(y: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor:
-    """residual + rms_norm(y): the norm after a layer, before its residual is added (Gemma's sandwich norms). All [..., H]."""
-    return residual + rms_norm(y, weight, eps)
+def norm_residual(y: Tensor, weight: Tensor, eps: float, residual: Tensor, factor: Tensor | None = None) -> Tensor:
+    """factor · (residual + rms_norm(y)): the norm after a layer, before its residual is added (Gemma's sandwich norms). All
+    [..., H], the factor [1] or None."""
+    y = residual + rms_norm(y, weight, eps)
+    return y if factor is None else y * factor
 
 
 def add_residual(x: Tensor, y: Tensor, multiplier: float = 1.0) -> Tensor:
@@ -317,17 +319,20 @@ def linear_residual(
     return residual + linear(x, weight, bias, scale)
 
 
-def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, top_k: int, normalize: bool, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The experts of each token (Shazeer et al. 2017): logits [T, E] → weights [T, k] in their dtype, experts [T, k] int64.
 
-    The softmax and the sum for `normalize` are in fp32. Experts are in descending order of weight; of equal ones, the lower comes
-    first. A row with a NaN has the experts 0 to k − 1, with NaN as weights.
+    The softmax and the sum for `normalize` are in fp32. `factors` [E], if given, multiply the weights last. Experts are in
+    descending order of weight; of equal ones, the lower comes first. A row with a NaN has the experts 0 to k − 1, with NaN as
+    weights.
     """
     probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     ordered, experts = probabilities.sort(dim=-1, descending=True, stable=True)  # `topk` promises no order of ties
     weights = ordered[:, :top_k]
     if normalize:
         weights = weights / weights.sum(-1, keepdim=True)
+    if factors is not None:
+        weights = weights * factors[experts[:, :top_k]]
     return weights.to(logits.dtype), experts[:, :top_k]
 
 

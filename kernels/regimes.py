@@ -55,6 +55,7 @@ class AttentionLimits:
         tile_queries: the most query heads of 128 channels of K: of a head of 128, or of two of 64. None: any number.
         split: the most tokens of a KV split, which have a power of two times 64; None: any number.
         alignment: bytes of which the addresses of heads, pages, their scales and the output must be multiples; 1: any.
+        turned_v: whether it normalizes raw v, or takes k for it.
     """
 
     formats: tuple[str, ...]
@@ -65,6 +66,7 @@ class AttentionLimits:
     tile_queries: int | None = None
     split: int | None = None
     alignment: int = 1
+    turned_v: bool = True
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class Special(NamedTuple):
 SPECIAL = {
     90: Special(
         attention={
-            "decode_fp8_sm90": replace(_DECODE, formats=("fp8",), head_dims=(64, 128), tile_queries=TILE_QUERIES),
+            "decode_fp8_sm90": replace(_DECODE, formats=("fp8",), head_dims=(64, 128), tile_queries=TILE_QUERIES, turned_v=False),
             "decode_sm90": _DECODE,
             "prefill_sm90": _ATTENTION,
         },

@@ -20,12 +20,16 @@ if TYPE_CHECKING:
     from minirt.layers import Layer
 
 _TYPES = (
-    "exaone4", "gpt_oss", "granite", "hunyuan_v1_dense", "llama", "ministral3", "mistral", "mistral3", "muse_glimmer",
-    "muse_glimmer_text", "olmo3", "phi3", "qwen2", "qwen2_5_vl", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe",
-    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl", "seed_oss", "smollm3",
+    "exaone4", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "gpt_oss", "granite", "hunyuan_v1_dense",
+    "llama", "ministral3", "mistral", "mistral3", "muse_glimmer", "muse_glimmer_text", "olmo3", "phi3", "qwen2", "qwen2_5_vl",
+    "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl",
+    "seed_oss", "smollm3",
 )  # fmt: skip
-# `model_type` → the architecture's module. NAME_text: config.json describes the decoder of NAME alone.
-ARCHITECTURES: dict[str, ModuleType] = {name: import_module(f"minirt.models.{name.removesuffix('_text')}") for name in _TYPES}
+# `model_type` → the architecture's module. NAME_text: config.json describes the decoder of NAME alone. NAME_unified: NAME without
+# encoders of images and sound.
+ARCHITECTURES: dict[str, ModuleType] = {
+    name: import_module(f"minirt.models.{name.removesuffix('_text').removesuffix('_unified')}") for name in _TYPES
+}
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def _mixture(layer: MoE, x: Tensor) -> Tensor | None:
     k, eps = layer.moe.experts_per_token, layer.config.rms_norm_eps
     if k == layer.moe.num_experts:
         return None
-    router, norm = layer.router.weight, layer.norm.weight
+    router, norm = layer.router.weight, layer.norm_of_router.weight
     ideal = reference.linear(reference.rms_norm(x.double(), norm.double(), eps), router.double())
     rounded = reference.linear(reference.rms_norm(x, norm, eps), router)
     ordered = ideal.sort(-1, descending=True).values

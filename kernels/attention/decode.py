@@ -62,6 +62,7 @@ CASES = [
     {"Nq": 14, "Nkv": 2, "D": 64, "page_size": 128, "seq_lens": (257, 1100), "split": 256},
     {"Nq": 16, "Nkv": 2, "D": 128, "page_size": 32, "seq_lens": (100,), "split": 256},
     {"Nq": 16, "Nkv": 1, "D": 64, "page_size": 64, "seq_lens": (1300,), "split": 64},
+    {"Nq": 8, "Nkv": 1, "D": 512, "page_size": 64, "seq_lens": (65, 0, 130), "split": 64},
     {"Nq": 2, "Nkv": 2, "D": 64, "page_size": 256, "seq_lens": (0, 0, 130, 0, 64, 1, 0), "split": 64},
 ]
 
@@ -122,7 +123,12 @@ def _rotated_heads(heads_ptr, head, kv_head, rope, position, C, PDL: tl.constexp
     k_ptr = heads_ptr + (C.NQ + kv_head) * C.D
     q, q_partner = load_channels(q_ptrs + d, d, C.D), load_channels(q_ptrs + partner, d, C.D)
     k, k_partner = load_channels(k_ptr + d, d, C.D), load_channels(k_ptr + partner, d, C.D)
-    v = load_channels(k_ptr + C.NKV * C.D + d, d, C.D)
+    v = k
+    if not rope.v_is_k:
+        v = load_channels(k_ptr + C.NKV * C.D + d, d, C.D)
+    if rope.normalize_v:
+        wide = v.to(tl.float32)
+        v = (wide * tl.rsqrt(tl.sum(wide * wide, 1) / C.D + rope.eps)[:, None]).to(v.dtype)
     q = _rotated(q, q_partner, q_norm, q_norm_partner, cos, sin, scale, rope, C)
     return q, _rotated(k, k_partner, k_norm, k_norm_partner, cos, sin, None, rope, C), v
 
@@ -291,7 +297,9 @@ def _decode_kernel(heads, rope, pages, sequences, results, scores, B, table_widt
 def rule(facts: AttentionFacts, gpu: Gpu) -> DecodeConfig:
     """The configuration, whose blocks are not longer than a split. With more than 128 channels, a block has as many bytes."""
     if facts.itemsize == 4:
-        return DecodeConfig(32, 8, 3, 3) if facts.D <= 128 else DecodeConfig(16, 8, 3, 1)
+        return DecodeConfig(32, 8, 3, 3) if facts.D <= 128 else DecodeConfig(16, 8, 3 if facts.D <= 256 else 2, 1)
+    if facts.D > 256:
+        return DecodeConfig(16, 8, 5 if facts.fp8 else 3, 1)
     if facts.D > 128:
         return DecodeConfig(32, 4, 3, 2)
     if facts.fp8:  # With half the bytes, the work for each block takes the time. So use fewer, larger blocks.

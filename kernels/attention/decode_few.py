@@ -4,8 +4,8 @@
 read once for all of them. KV splits, work items and combination are those of `decode`. New tokens see those before them. Their K
 and V are in the pages already (`rope_write`).
 
-The tile has rows for the most tokens of any step. So the order of sums does not depend on how many tokens the step's sequences
-have, and a token's result is the same with any number of drafts after it.
+The tile has rows for the most tokens of any step (of wide heads, several programs have a tile of them each). So the order of sums
+does not depend on how many tokens the step's sequences have, and a token's result is the same with any number of drafts after it.
 """
 
 from dataclasses import replace
@@ -31,7 +31,7 @@ from minirt.kernels.attention.online_softmax import (
 )
 from minirt.kernels.attention.operands import AttentionFacts, AttentionInput, decode_lookup_size
 from minirt.kernels.compile.tuning import Family
-from minirt.kernels.launch import Gpu, launch_options, most_registers, next_power_of_2, sm_count
+from minirt.kernels.launch import Gpu, cdiv, launch_options, most_registers, next_power_of_2, sm_count
 from minirt.kernels.prepared import prepared
 from minirt.kernels.speculative.limits import MAX_DRAFTS
 
@@ -42,6 +42,7 @@ CASES = [  # new: new tokens of each sequence, among its seq_lens cached ones
     {"Nq": 2, "Nkv": 1, "D": 64, "page_size": 64, "seq_lens": (257, 256, 511, 7, 255), "new": (5, 5, 8, 0, 2), "split": 256},
     {"Nq": 7, "Nkv": 1, "D": 128, "page_size": 32, "seq_lens": (130, 63), "new": (8, 3), "split": 64},
     {"Nq": 16, "Nkv": 1, "D": 64, "page_size": 16, "seq_lens": (70,), "new": (5,), "split": 64},
+    {"Nq": 16, "Nkv": 1, "D": 512, "page_size": 16, "seq_lens": (70, 9), "new": (8, 3), "split": 64},
 ]
 
 
@@ -54,10 +55,14 @@ def _decode_few_kernel(q_ptr, pages, sequences, results, scores, B, table_width,
     r % GROUP of the group, of new token r // GROUP.
     """
     FP8: tl.constexpr = pages.k_scale is not None
+    TILES: tl.constexpr = (C.QUERIES * C.GROUP + C.BLOCK_M - 1) // C.BLOCK_M
     kv_head = tl.program_id(0) % C.NKV
     first_item, programs = tl.program_id(0) // C.NKV, tl.num_programs(0) // C.NKV
     items = tl.load(sequences.split_starts + B)
     row = tl.arange(0, C.BLOCK_M)
+    if TILES > 1:
+        row += first_item % TILES * C.BLOCK_M
+        first_item, programs = first_item // TILES, programs // TILES
     d = tl.arange(0, C.BLOCK_D)[None, :]
     query, head = row // C.GROUP, kv_head * C.GROUP + row % C.GROUP
     if PDL:
@@ -106,17 +111,19 @@ def _decode_few_kernel(q_ptr, pages, sequences, results, scores, B, table_width,
         tl.extra.cuda.gdc_launch_dependents()
 
 
-def tile_rows(group: int) -> int:
-    """Rows of a tile: the most new tokens × the query heads of a KV head, padded to what the MMA takes."""
-    return max(16, next_power_of_2(QUERIES * group))
+def tile_rows(group: int, D: int) -> int:
+    """Rows of a tile: the most new tokens × the query heads of a KV head, padded for the MMA, or as many as registers hold."""
+    return min(max(16, next_power_of_2(QUERIES * group)), 128 if D <= 256 else 64)
 
 
 def rule(facts: AttentionFacts, gpu: Gpu) -> DecodeConfig:
     """The configuration, by what fits in registers. docs/decisions/attention-prefill.md has the times of an H100."""
-    rows = tile_rows(facts.Nq // facts.Nkv)
+    rows = tile_rows(facts.Nq // facts.Nkv, facts.D)
     wide = 90 <= gpu.capability < 120  # the MMA takes 64 rows, with K and V in shared memory
     if facts.itemsize == 4:
         return DecodeConfig(32 if facts.D <= 128 else 16, 8, 1, 1)
+    if facts.D > 256:
+        return DecodeConfig(16, 8, 2, 1)
     if facts.D > 128:
         return DecodeConfig(32 if wide or rows <= 64 else 16, 8, 2, 1)
     if rows > 64:
@@ -139,14 +146,15 @@ def workspace_floats(max_splits: int, Nq: int, D: int) -> int:
 
 def launch(a: AttentionInput) -> None:
     """Write `out` of sequences with one split, and partial results of the others. `dispatch` checks the operands before."""
-    (Nq, Nkv, _), B, device = a.head_shape, a.num_seqs, a.out.device
-    c = FAMILY.lookup(device, a.facts())
+    (Nq, Nkv, D), B, device = a.head_shape, a.num_seqs, a.out.device
+    c, rows = FAMILY.lookup(device, a.facts()), tile_rows(Nq // Nkv, D)
     if a.invariant:
         c = replace(c, block_n=block_n(a))
     constants = Constants.of(
-        a, BLOCK_M=tile_rows(Nq // Nkv), BLOCK_N=c.block_n, BLOCK_B=decode_lookup_size(B), SPLIT=a.split, QUERIES=QUERIES
+        a, BLOCK_M=rows, BLOCK_N=c.block_n, BLOCK_B=decode_lookup_size(B), SPLIT=a.split, QUERIES=QUERIES
     )
-    _decode_few_kernel[(max(1, min(a.max_splits, c.programs * sm_count(device) // Nkv)) * Nkv,)](
+    pairs = Nkv * cdiv(QUERIES * Nq // Nkv, rows)  # of a KV head and a tile of rows
+    _decode_few_kernel[(max(1, min(a.max_splits, c.programs * sm_count(device) // pairs)) * pairs,)](
         a.heads, a.pages.for_kernel(torch.int16), a.sequences, a.results(a.max_splits * QUERIES), a.scores.in_base_2(),
         B, a.table_width, C=constants, maxnreg=most_registers(32 * c.num_warps * c.programs), enable_fp_fusion=fuses(a.out.dtype),
         **launch_options(c.num_warps, c.num_stages, a.pdl),

@@ -30,6 +30,8 @@ from minirt.kernels.attention.work_items_sm90 import (
     load_partners,
     load_pieces,
     load_scale,
+    of_pieces,
+    times,
     turn,
 )
 from minirt.kernels.hopper.ring import release, ring_barriers, wait_full
@@ -54,7 +56,9 @@ def _ask(place, kv_head, heads, rope, sequences, table_width, row, d, m, C):
     # Heads past the group repeat the group's last head and are not stored.
     q_ptrs = heads_ptr + ((kv_head * C.GROUP + gl.minimum(row, C.GROUP - 1)) * C.D)[:, None]
     k_ptr = heads_ptr + (C.NQ + kv_head) * C.D
-    v_ptr = heads_ptr + (C.NQ + C.NKV + kv_head) * C.D
+    v_ptr = k_ptr
+    if not rope.v_is_k:
+        v_ptr = heads_ptr + (C.NQ + C.NKV + kv_head) * C.D
     v_sums = ()
     for c in gl.static_range(0, C.D, CHANNELS):
         v_sums += (gl.load(v_ptr + c + m),)  # type: ignore[assignment]
@@ -167,6 +171,9 @@ def _attend_items(heads, rope, pages, ring, q_tiles, p_tiles, sequences, results
         newest = limit < split * C.SPLIT + C.SPLIT  # the new token belongs to this split
         q = turn(q, q_partners, q_norm, angles, scale, d, rope, C)
         k = turn(k, k_partners, k_norm, angles, (), d, rope, C)
+        if rope.normalize_v:
+            inverse_rms = of_pieces(v, rope, C)
+            v, v_sums = times(v, inverse_rms), times(v_sums, inverse_rms)
         for i in gl.static_range(C.PIECES):
             if TILES == 1:
                 q_tiles.index(0).slice(i * C.WIDTH, C.WIDTH, 1).store(q[i])

@@ -63,6 +63,8 @@ class AttentionRegime(Regime):
             return False
         if limits.split is not None and a.split > limits.split:
             return False
+        if not limits.turned_v and a.rope is not None and (a.rope.normalize_v or a.rope.v_is_k):
+            return False
         Nq, Nkv, D = a.head_shape
         if D not in limits.head_dims:
             return False

@@ -6,7 +6,7 @@ from minirt.kernels.regimes import AttentionLimits
 # The size does not depend on the batch, so a sequence's result does not depend on the other sequences. `partial` divides long
 # contexts at multiples of it.
 KV_SPLIT = 256
-HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)  # channels of a head
+HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256, 512)  # channels of a head
 # FP8 pages of at most this many tokens, of all sequences of a step together and rounded up to KV splits, are copied to 16 bits
 # for the attention of prompts. The copies take 0.5 GB with Llama-3.1-8B.
 MAX_WIDENED_TOKENS = 131_072

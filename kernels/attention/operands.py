@@ -67,6 +67,8 @@ class Rope(NamedTuple):
         eps: of the norms.
         normalize: q and k are normalized also without weights.
         q_scales: [L] fp32, a factor of the rotated q for each position (Llama 4).
+        normalize_v: v has an RMSNorm without weights.
+        v_is_k: v is made from the heads of k, before their norm and rotation. Raw heads have none of v.
     """
 
     cos_sin: Tensor | None
@@ -75,6 +77,8 @@ class Rope(NamedTuple):
     eps: float = 1e-6
     normalize: bool = False
     q_scales: Tensor | None = None
+    normalize_v: bool = False
+    v_is_k: bool = False
 
     @property
     def channels(self) -> int:
@@ -158,8 +162,8 @@ class AttentionInput(NamedTuple):
     """Attention of the new tokens of B sequences on all their cached tokens, the new ones included.
 
     Attributes:
-        heads: q [T, Nq, D]; with `rope`, raw heads [T, (Nq + 2·Nkv)·D] of q, k and v. Their k and v are not in the pages yet.
-            Rows of raw heads may be any distance apart.
+        heads: q [T, Nq, D]; with `rope`, raw heads [T, (Nq + 2·Nkv)·D] of q, k and v (none of v with `Rope.v_is_k`). Their k
+            and v are not in the pages yet. Rows of raw heads may be any distance apart.
         out: [T, Nq, D].
         positions, slots: [T] int64: rows of `cos_sin`, and the new tokens' slots. Only needed with `rope` and `query_starts`.
         workspace: of partial results. None: contexts of several new tokens are not divided, and no sequence has a single one.

@@ -25,7 +25,7 @@ from minirt.kernels.attention.online_softmax import (
     whole,
 )
 from minirt.kernels.attention.operands import AttentionInput, prefill_lookup_size
-from minirt.kernels.launch import sm_count
+from minirt.kernels.launch import next_power_of_2, sm_count
 from minirt.kernels.prepared import prepared
 
 _ROWS = 4  # a sequence has at most this many partial results (parts × new tokens) for each KV split of its context
@@ -159,7 +159,7 @@ def launch(a: AttentionInput) -> None:
     (Nq, Nkv, _), B, programs = a.head_shape, a.num_seqs, sm_count(a.heads.device)
     block_m, block_n, warps = (64, 64, 4) if a.heads.element_size() == 2 else (32, 32, 8)
     if a.out.shape[2] > 128:  # as many bytes of K and V in a step
-        block_n, warps = block_n // 2, 8
+        block_n, warps = max(16, block_n * 128 // next_power_of_2(a.out.shape[2])), 8
     results = a.results(_ROWS * a.max_splits)
     constants = Constants.of(a, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_B=prefill_lookup_size(B), PARTIAL=a.partial)
     _chunk_kernel[(Nkv * max(1, 2 * programs // Nkv),)](

@@ -39,6 +39,7 @@ CASES = [  # contexts: tokens cached before each sequence's new ones
     {"Nq": 16, "Nkv": 2, "D": 64, "page_size": 128, "lens": (20, 1), "contexts": (0, 300)},
     {"Nq": 14, "Nkv": 2, "D": 64, "page_size": 32, "lens": (1, 1, 1), "contexts": (31, 511, 700)},
     {"Nq": 16, "Nkv": 1, "D": 128, "page_size": 16, "lens": (130,), "contexts": (5,)},
+    {"Nq": 16, "Nkv": 1, "D": 512, "page_size": 16, "lens": (9, 1), "contexts": (20, 0)},
 ]
 
 
@@ -119,6 +120,10 @@ def _prefill_kernel(q_ptr, pages, sequences, results, scores, B, table_width, C)
 def rule(facts: AttentionFacts, gpu: Gpu) -> PrefillConfig:
     if facts.itemsize == 4:
         return PrefillConfig(32, 32 if facts.D <= 128 else 16, 8, 1)
+    if facts.D > 256:  # by shared memory, and on Hopper a sum of 64 x 512 takes two warp groups
+        if 90 <= gpu.capability < 120:
+            return PrefillConfig(64, 32, 8, 2)
+        return PrefillConfig(32 if facts.fp8 else 64, 16, 8, 2)
     if facts.D > 128:
         return PrefillConfig(64, 32, 4, 2)
     if facts.fp8 and facts.D > 64:

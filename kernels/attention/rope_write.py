@@ -19,6 +19,7 @@ from minirt.kernels.regimes import AttentionLimits, Regime, SumOrder
 
 CASES = [
     {"T": 1, "Nq": 7, "Nkv": 1, "D": 64, "page_size": 16}, {"T": 3, "Nq": 4, "Nkv": 4, "D": 128, "page_size": 16},
+    {"T": 9, "Nq": 3, "Nkv": 1, "D": 512, "page_size": 16},
     {"T": 17, "Nq": 6, "Nkv": 2, "D": 64, "page_size": 32}, {"T": 40, "Nq": 16, "Nkv": 2, "D": 128, "page_size": 64},
 ]  # fmt: skip
 
@@ -57,7 +58,9 @@ def _kv_write_kernel(heads, rope, pages, positions_ptr, slots_ptr, q_ptr, T, C, 
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    if C.ROW == (C.NQ + 2 * C.NKV) * C.D:
+    if rope.v_is_k:
+        heads_ptrs = heads + (t * C.ROW + tl.where(head < C.NQ + C.NKV, head, head - C.NKV) * C.D)[:, None] + d
+    elif C.ROW == (C.NQ + 2 * C.NKV) * C.D:
         heads_ptrs = heads + (t * (C.NQ + 2 * C.NKV) + head)[:, None] * C.D + d
     else:
         heads_ptrs = heads + (t * C.ROW + head * C.D)[:, None] + d
@@ -79,6 +82,10 @@ def _kv_write_kernel(heads, rope, pages, positions_ptr, slots_ptr, q_ptr, T, C, 
         if head < C.NQ + C.NKV:
             _store(lower, upper, slot, head - C.NQ, pages.k, pages.k_scale, C)
         else:
+            if rope.normalize_v:
+                a, b = lower.to(tl.float32), upper.to(tl.float32)
+                scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / C.D + rope.eps)[:, None]
+                lower, upper = (a * scale).to(lower.dtype), (b * scale).to(upper.dtype)
             _store(lower, upper, slot, head - C.NQ - C.NKV, pages.v, pages.v_scale, C)
 
 

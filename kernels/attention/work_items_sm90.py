@@ -276,16 +276,31 @@ def _normalized(x, inverse_rms, norm, i):
 
 
 @gluon.jit
+def of_pieces(pieces, rope, C):
+    """The inverse root mean square of each head, in pieces."""
+    square = pieces[0].to(gl.float32) * pieces[0].to(gl.float32)
+    for i in gl.static_range(1, C.PIECES):
+        square = square + pieces[i].to(gl.float32) * pieces[i].to(gl.float32)
+    return gl.rsqrt(gl.sum(square, len(square.shape) - 1) / C.D + rope.eps)
+
+
+@gluon.jit
+def times(pieces, factor):
+    """Each piece times a number, in its dtype."""
+    done = ()
+    for i in gl.static_range(len(pieces)):
+        done += ((pieces[i].to(gl.float32) * factor).to(pieces[i].dtype),)  # type: ignore[assignment]
+    return done
+
+
+@gluon.jit
 def turn(pieces, partners, norm, angles, scale, d, rope, C):
     """Heads, in pieces, after RMSNorm (if there are weights, or all heads are normalized), rotary embedding and a scale."""
     dtype: gl.constexpr = pieces[0].dtype
     x, y = (), ()
     if len(norm) > 0 or rope.normalize:
-        square = pieces[0].to(gl.float32) * pieces[0].to(gl.float32)
-        for i in gl.static_range(1, C.PIECES):
-            square = square + pieces[i].to(gl.float32) * pieces[i].to(gl.float32)
-        inverse_rms = gl.rsqrt(gl.sum(square, len(square.shape) - 1) / C.D + rope.eps)
-        if len(square.shape) == 2:
+        inverse_rms = of_pieces(pieces, rope, C)
+        if len(pieces[0].shape) == 2:
             inverse_rms = inverse_rms[:, None]
         for i in gl.static_range(C.PIECES):
             x += (_normalized(pieces[i], inverse_rms, norm, i),)  # type: ignore[assignment]

@@ -58,13 +58,14 @@ def _few_tokens(m: Mixture, kernels: ModuleType = few_tokens) -> None:
     inner = m.h.new_empty(T * (m.top_k + (expert is not None)), inter)
     gate = kernels.gate_up(m.first_product(m.h, inner, m.norm), logits, m.top_k, expert)
     down = m.second_product(inner, m.out, residual=m.residual)
-    kernels.down(down, logits, m.top_k, m.normalize, m.shared_output() if expert is None else expert, gate)
+    shared = m.shared_output() if expert is None else expert
+    kernels.down(down, logits, m.top_k, m.normalize, shared, gate, factors=m.factors)
 
 
 def _sm90(m: Mixture) -> None:
     T, H, inter = m.sizes
     block_t = experts_sm90.block_t(T, max(H, inter), m.gate_up.element_size(), m.blocks)
-    routing = route(m.logits, m.top_k, m.normalize, block_t, pdl=m.pdl, check=False)
+    routing = route(m.logits, m.top_k, m.normalize, block_t, factors=m.factors, pdl=m.pdl, check=False)
     x, x_scale = gather(m.h, routing, m.quantized, m.norm, blocks=m.blocks, pdl=m.pdl)
     h = experts_sm90.launch(m.first_product(x, m.h.new_empty(T * m.top_k, inter), x_scale=x_scale), routing)
     # Early: the next kernel fetches weights, by lists that are complete, while this one waits.
@@ -75,7 +76,7 @@ def _sm90(m: Mixture) -> None:
 
 def _tiles(m: Mixture, kernels: ModuleType = products) -> None:
     T, H, inter = m.sizes
-    routing = route(m.logits, m.top_k, m.normalize, kernels.block_t(T), pdl=m.pdl, check=False)
+    routing = route(m.logits, m.top_k, m.normalize, kernels.block_t(T), factors=m.factors, pdl=m.pdl, check=False)
     x, x_scale = _normalized(m)
     h = kernels.launch(m.first_product(x, m.h.new_empty(T * m.top_k, inter), x_scale=x_scale), routing)
     h, h_scale = _quantized(m, h)
@@ -156,21 +157,22 @@ def router_logits(
 
 
 def mixture_residual(
-    h: Tensor, logits: Tensor | LogitParts, gate_up: Tensor, down: Tensor, residual: Tensor, top_k: int,
+    h: Tensor, logits: Tensor | LogitParts, gate_up: Tensor, down: Tensor, residual: Tensor | None, top_k: int,
     normalize: bool, activation: str, *, norm_weight: Tensor | None = None, eps: float = 0.0,
     gate_up_scale: Tensor | None = None, down_scale: Tensor | None = None,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, limit: float = 0.0, alpha: float = 1.0,
-    shared: SharedExpert | SharedOutput | None = None, side: SideStream | None = None, pdl: bool = False, check: bool = True,
+    shared: SharedExpert | SharedOutput | None = None, side: SideStream | None = None, factors: Tensor | None = None,
+    pdl: bool = False, check: bool = True,
 ) -> Tensor:  # fmt: skip
-    """residual + Σ_j w_j · expert_j(h) + sigmoid(gate) · shared → [T, H]: `mixture` of separate operands.
+    """residual + Σ_j w_j · expert_j(h) + sigmoid(gate) · shared → [T, H]: `mixture` of separate operands. residual None: 0.
 
     norm_weight, eps: [H], of the RMSNorm of h, or None: h is normalized. The others are the fields of `Mixture`.
     """
     norm = None if norm_weight is None else Norm(norm_weight, eps)
     return mixture(
         Mixture(
-            h, logits, gate_up, down, residual, torch.empty_like(residual), top_k, normalize, activation, norm, gate_up_scale,
-            down_scale, shared, side, pdl, gate_up_bias, down_bias, limit, alpha,
+            h, logits, gate_up, down, residual, torch.empty_like(h), top_k, normalize, activation, norm, gate_up_scale,
+            down_scale, shared, side, pdl, gate_up_bias, down_bias, limit, alpha, factors,
         ),
         check=check,
     )  # fmt: skip
@@ -206,9 +208,15 @@ def _check(m: Mixture) -> None:
         check_tensor("logits.sums", logits.sums, (None, None, None), torch.float32, m.h.device)
         logits = m.h.new_empty(logits.sums.shape[1:])
     check_arguments(
-        "mixture_residual", **m._asdict() | {"logits": logits, "norm_weight": None if m.norm is None else m.norm.weight}
-    )
+        "mixture_residual",
+        **m._asdict() | {
+            "logits": logits, "norm_weight": None if m.norm is None else m.norm.weight,
+            "residual": m.h if m.residual is None else m.residual,
+        },
+    )  # fmt: skip
     (T, H), dtype, device = m.h.shape, m.h.dtype, m.h.device
+    if m.factors is not None:
+        check_tensor("factors", m.factors, (len(m.gate_up),), dtype, device)
     if isinstance(m.shared, SharedExpert) and (m.limit or m.gate_up_bias is not None or m.down_bias is not None):
         what = "experts with biases or a limit do not compute it"
         raise InputError(what, where="shared", expected="its output", found="a SharedExpert")

@@ -104,8 +104,9 @@ def chosen(logits_ptr, E, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr):
 
 
 @triton.jit
-def expert_shares(weights, DTYPE: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr):
-    """The shares that `chosen` found, divided by their sum if NORMALIZE, rounded as `route` stores them. fp32."""
+def expert_shares(experts, weights, factors_ptr, DTYPE: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr):
+    """The shares that `chosen` found, divided by their sum if NORMALIZE, times the experts' factors, if there are any, rounded as
+    `route` stores them. fp32."""
     total = 0.0
     for j in tl.static_range(TOP_K):
         total += weights[j]
@@ -114,14 +115,16 @@ def expert_shares(weights, DTYPE: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: 
         share = weights[j]
         if NORMALIZE:
             share = tl.div_rn(share, total)
+        if factors_ptr is not None:
+            share *= tl.load(factors_ptr + experts[j]).to(tl.float32)
         shares += (share.to(DTYPE).to(tl.float32),)
     return shares
 
 
 @triton.jit
 def finish_down(value, ep, shared, experts, shares, t, n, N):
-    """Outputs n of token t, from the sums over its experts: with their biases, if they have some, what a shared expert has
-    computed, if any, and the residual."""
+    """Outputs n of token t, from the sums over its experts: with their biases, what a shared expert has computed, and the
+    residual, if there are any."""
     at, valid = t * N + n, n < N
     if ep.bias is not None:
         for j in tl.static_range(len(experts)):
@@ -130,7 +133,10 @@ def finish_down(value, ep, shared, experts, shares, t, n, N):
     if shared is not None:
         output = tl.load(shared.output + at, mask=valid, other=0.0).to(tl.float32)
         value += tl.sigmoid(tl.load(shared.gate + t).to(tl.float32)) * output
-    return value + load_residual(ep, at, valid)[0]
+    residual = load_residual(ep, at, valid)
+    if len(residual) > 0:
+        value += residual[0]
+    return value
 
 
 @compile_time
@@ -377,7 +383,7 @@ def _down_round(tiles, experts, shares, x_ptr, weight_ptr, ep, shared, output, o
 @prepared
 @triton.jit(do_not_specialize=["rounds"])
 def _few_down_kernel(
-    x_ptr, logits_ptr, weight_ptr, ep, shared_ptr, shared_ep, gate_ptr, output, out_ptr, E, N, rounds, C,
+    x_ptr, logits_ptr, factors_ptr, weight_ptr, ep, shared_ptr, shared_ep, gate_ptr, output, out_ptr, E, N, rounds, C,
     NORMALIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """rounds · BLOCKS · BLOCK_N values of out [T, N], x [T · (k + SHARED), K], of token t = program_id(0):
@@ -396,7 +402,7 @@ def _few_down_kernel(
     tiles = _down_tiles(weight_ptr, ep, shared, experts, n0, N, C)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    shares = expert_shares(weights, logits_ptr.dtype.element_ty, C.TOP_K, NORMALIZE)
+    shares = expert_shares(experts, weights, factors_ptr, logits_ptr.dtype.element_ty, C.TOP_K, NORMALIZE)
     if C.SHARED == 1:
         shares += (tl.sigmoid(tl.load(gate_ptr + t).to(tl.float32)),)
     x_ptr += t * (C.TOP_K + C.SHARED) * C.K
@@ -512,12 +518,13 @@ def gate_up(
 def down(
     product: Product, logits: Tensor, top_k: int, normalize: bool,
     shared: SharedExpert | SharedOutput | None = None, gate: Tensor | None = None, config: FewTokensConfig | None = None,
+    factors: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """residual + Σ_j w_j · expert_j's down projection + sigmoid(gate) · shared: x of `gate_up`, weight [E, H, I] → out [T, H].
 
-    With PDL, the kernel that wrote the logits must have ended before the kernel before this one triggered. `product` has a
-    residual; the scales of FP8 weights are [E, H], or of blocks [E, ⌈H / g⌉, ⌈I / 128⌉]. logits: [T, E]. shared: the expert that
-    `gate_up` took, with the `gate` that it returned; or the output of other kernels.
+    With PDL, the kernel that wrote the logits must have ended before the kernel before this one triggered. `product` may
+    have a residual; the scales of FP8 weights are [E, H], or of blocks [E, ⌈H / g⌉, ⌈I / 128⌉]. logits: [T, E]. shared: the
+    expert that `gate_up` took, with the `gate` that it returned; or the output of other kernels. factors: of `Mixture`.
     """
     x, weight, out = product.x, product.weight, product.out
     (E, N, _), T = weight.shape, len(logits)
@@ -528,7 +535,7 @@ def down(
     weights = (None,) * 3 if expert is None else (expert.down, Epilogue(expert.down_scale), gate)
     constants = _constants(product, c, top_k, expert is not None, T)
     _few_down_kernel[(T, programs)](
-        x, logits, weight, product.epilogue, *weights, shared if expert is None else None, out, E, N, rounds,
+        x, logits, factors, weight, product.epilogue, *weights, shared if expert is None else None, out, E, N, rounds,
         C=constants, NORMALIZE=normalize, maxnreg=_registers(c, out.device, T, programs),
         **launch_options(c.num_warps, 1, product.pdl),
     )  # fmt: skip

@@ -185,7 +185,7 @@ def _down_tile(weight_ptr, ep, scale_expert, scale_group, experts, first, i: tl.
 @prepared
 @triton.jit
 def _few_down_int4_kernel(
-    x_ptr, logits_ptr, weight_ptr, ep, shared, out_ptr, scale_expert, scale_group, E, N, C, NORMALIZE: tl.constexpr,
+    x_ptr, logits_ptr, factors_ptr, weight_ptr, ep, shared, out_ptr, scale_expert, scale_group, E, N, C, NORMALIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """ROWS values of out [T, N], x [T · k, K], of token t = program_id(0), as `few_tokens._few_down_kernel` defines it.
@@ -203,7 +203,7 @@ def _few_down_int4_kernel(
     tiles = ()
     for i in tl.static_range(C.TILES):
         tiles += (_down_tile(weight_ptr, ep, scale_expert, scale_group, experts, first, i, N, C),)
-    shares = expert_shares(weights, logits_ptr.dtype.element_ty, C.TOP_K, NORMALIZE)
+    shares = expert_shares(experts, weights, factors_ptr, logits_ptr.dtype.element_ty, C.TOP_K, NORMALIZE)
     if PDL:
         tl.extra.cuda.gdc_wait()
     sums = ()
@@ -298,7 +298,7 @@ def gate_up(
 
 def down(
     product: Product, logits: Tensor, top_k: int, normalize: bool, shared: SharedExpert | SharedOutput | None = None,
-    gate: Tensor | None = None, config: GemvConfig | None = None,
+    gate: Tensor | None = None, config: GemvConfig | None = None, factors: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As `few_tokens.down`: x [T · k, I], weight words [E, H, ⌈I / 128⌉ · 32], scale words [E, groups, H] → [T, H]."""
     x, weight, out, T, N = product.x, product.weight, product.out, len(logits), product.out.shape[1]
@@ -306,7 +306,7 @@ def down(
     c = config or FAMILY.lookup(out.device, product.facts(T, E, top_k))
     programs = cdiv(N, c.block_n)
     _few_down_int4_kernel[(T, programs)](
-        x, logits, weight.view(torch.int32), product.epilogue, shared, out, scale.stride(0), scale.stride(1), E, N,
+        x, logits, factors, weight.view(torch.int32), product.epilogue, shared, out, scale.stride(0), scale.stride(1), E, N,
         C=_constants(product, c, group, top_k, T), NORMALIZE=normalize, maxnreg=_registers(c, False, out.device, programs),
         **launch_options(c.num_warps, 1, product.pdl),
     )  # fmt: skip

@@ -23,7 +23,7 @@ class Mixture(NamedTuple):
     """out = residual + Σ_j w_j · expert_j(norm(h)) + sigmoid(gate) · shared, over a token's `top_k` experts j.
 
     Attributes:
-        h: [T, H]. residual, out: [T, H]; they may be the same tensor.
+        h: [T, H]. residual, out: [T, H]; they may be the same tensor. residual None: 0.
         logits: [T, E], of the router, or their parts (`dispatch.router_logits`).
         gate_up: [E, 2I, H], gate rows first. down: [E, H, I]. Of h's dtype, or float8_e4m3fn, or words of 4-bit weights
             (`int4_words`) instead of the last dimension.
@@ -35,6 +35,7 @@ class Mixture(NamedTuple):
             scale words [E, groups, 2I] and [E, groups, H] int32, only the last dimension contiguous.
         shared: an expert that every token uses, where `reference.computes_shared` says so, or its output; or None.
         side: the stream that computes `SharedOutput`, to be joined before it is read; None: this one.
+        factors: [E], of the weights w of experts; None: 1.
         pdl: whether to overlap with the kernel before it in the stream (see `minirt.kernels.pdl`).
         gate_up_bias, down_bias: [E, 2I] and [E, H], of h's dtype; None: there are none.
         limit, alpha: of a clamped SwiGLU instead of the activation, see `reference.gated`; a limit of 0: there is none.
@@ -44,7 +45,7 @@ class Mixture(NamedTuple):
     logits: Tensor | LogitParts
     gate_up: Tensor
     down: Tensor
-    residual: Tensor
+    residual: Tensor | None
     out: Tensor
     top_k: int
     normalize: bool
@@ -59,6 +60,7 @@ class Mixture(NamedTuple):
     down_bias: Tensor | None = None
     limit: float = 0.0
     alpha: float = 1.0
+    factors: Tensor | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int]:

@@ -107,7 +107,10 @@ def _sum_experts_kernel(
     x_ptr, rows_ptr, weights_ptr, shared, out_ptr, H, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """out = x + the sum of a token's rows times their weights, in order, + sigmoid(gate) · shared, for some of its channels."""
+    """out = x + the sum of a token's rows times their weights, in order, + sigmoid(gate) · shared, for some of its channels.
+
+    Without x, it is 0.
+    """
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = h < H
@@ -120,7 +123,8 @@ def _sum_experts_kernel(
     if shared is not None:
         gate = tl.sigmoid(tl.load(shared.gate + t).to(tl.float32))
         total += gate * tl.load(shared.output + t * H + h, mask=inside, other=0.0).to(tl.float32)
-    total += tl.load(x_ptr + t * H + h, mask=inside, other=0.0).to(tl.float32)
+    if x_ptr is not None:
+        total += tl.load(x_ptr + t * H + h, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + t * H + h, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -144,10 +148,13 @@ def launch(product: Product, routing: Routing, config: GemmConfig | None = None)
 
 
 def combine(
-    x: Tensor, rows: Tensor, weights: Tensor, out: Tensor, shared: SharedOutput | None = None, *, pdl: bool = False
+    x: Tensor | None, rows: Tensor, weights: Tensor, out: Tensor, shared: SharedOutput | None = None, *, pdl: bool = False
 ) -> Tensor:
-    """out = x + Σ_j weights[t, j] · rows[t, j] + sigmoid(shared.gate) · shared.output: x, out [T, H], rows [T · k, H]."""
-    T, H = x.shape
+    """out = x + Σ_j weights[t, j] · rows[t, j] + sigmoid(shared.gate) · shared.output: x, out [T, H], rows [T · k, H].
+
+    x None: 0.
+    """
+    T, H = out.shape
     block = min(1024, next_power_of_2(H))
     _sum_experts_kernel[(T, cdiv(H, block))](
         x, rows, weights, shared, out, H, TOP_K=rows.shape[0] // T, BLOCK_H=block, EARLY=T <= FEW,

@@ -120,7 +120,7 @@ def _sum_parts(parts_ptr, squares_ptr, bias_ptr, H, eps, t, e, T, E, C, DTYPE: t
 
 @prepared
 @triton.jit(do_not_specialize=["T"])
-def _choose_kernel(logits_ptr, squares_ptr, bias_ptr, H, eps, routing, counts_ptr, T, E, C, PDL: tl.constexpr):
+def _choose_kernel(logits_ptr, squares_ptr, bias_ptr, factors_ptr, H, eps, routing, counts_ptr, T, E, C, PDL: tl.constexpr):
     """Choose the experts of one token: its TOP_K largest shares, the lower expert of equal ones first. Count them."""
     t = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, C.BLOCK_E)
@@ -145,6 +145,8 @@ def _choose_kernel(logits_ptr, squares_ptr, bias_ptr, H, eps, routing, counts_pt
     weights = tl.where((j < C.TOP_K) & any_nan, float("nan"), weights)
     if C.NORMALIZE:
         weights = tl.div_rn(weights, tl.broadcast(tl.sum(weights, 0), weights)[0])
+    if factors_ptr is not None:
+        weights *= tl.load(factors_ptr + experts, mask=j < C.TOP_K, other=0.0).to(tl.float32)
     at = t * C.TOP_K + j
     tl.store(routing.weights + at, weights.to(routing.weights.dtype.element_ty), mask=j < C.TOP_K)
     tl.store(routing.experts + at, experts, mask=j < C.TOP_K)
@@ -252,11 +254,13 @@ def _constants(
 
 
 def route(
-    logits: Tensor | LogitParts, top_k: int, normalize: bool, block_t: int, *, pdl: bool = False, check: bool = True
-) -> Routing:
+    logits: Tensor | LogitParts, top_k: int, normalize: bool, block_t: int, *, factors: Tensor | None = None, pdl: bool = False,
+    check: bool = True,
+) -> Routing:  # fmt: skip
     """Choose each token's experts and sort the tokens by expert: logits [T, E] or parts → `Routing`, see `reference.route`.
 
     top_k: k, the experts of a token. normalize: divide a token's weights by their sum. block_t: rows of a tile.
+    factors: [E], of the weights.
     """
     parts = logits if isinstance(logits, LogitParts) else None
     given = logits.sums if isinstance(logits, LogitParts) else logits
@@ -283,7 +287,7 @@ def route(
         few = T <= FEW
         choose, place = _constants(count, top_k, normalize, E, block_t, next(n for n in _LAST_FEW if n >= T) if few else 0)
         _choose_kernel[(T,)](
-            given, squares, bias, hidden, eps, routing, counts, T, E,
+            given, squares, bias, factors, hidden, eps, routing, counts, T, E,
             C=choose, **launch_options(1 if choose.BLOCK_E <= 256 else 4, 1, pdl),
         )  # fmt: skip
         _place_kernel[(E,)](routing, counts, pairs, most, E, C=place, **launch_options(4 if few else 16, 1, pdl))

@@ -6,10 +6,10 @@ from minirt.layers.embedding import DraftInput, Embedding
 from minirt.layers.gated_delta_net import GatedDeltaNet
 from minirt.layers.head import Head
 from minirt.layers.mlp import MLP
-from minirt.layers.moe import MoE
+from minirt.layers.moe import MLPAndMoE, MoE
 from minirt.layers.select import Select, Tap
 
 __all__ = [
     "MLP", "Attention", "DraftInput", "Embedding", "Forward", "GatedDeltaNet", "Head", "Implementation", "Layer",
-    "LayerContext", "LinearOp", "MoE", "Select", "Tap", "implementation", "register",
+    "LayerContext", "LinearOp", "MLPAndMoE", "MoE", "Select", "Tap", "implementation", "register",
 ]  # fmt: skip

@@ -54,7 +54,7 @@ class Attention(Layer):
         self.ropes = () if settings.rope is None else ((settings.rope, settings.rotary_dim),)
         self.cache_spec, self.inner = PagesSpec(settings.num_kv_heads, d, settings.window), ("heads", q_rows)
         self.norm = NormWeight(norm, h, centered) if norm else None
-        parts = stacked(Part(q, q_rows), Part(k, kv_rows), Part(v, kv_rows))
+        parts = stacked(Part(q, q_rows), Part(k, kv_rows), *(() if settings.v_is_k else (Part(v, kv_rows),)))
         if settings.gate is not None:
             of_q, of_gate = (Interleaved((d, d), i) if settings.gate == "q_proj" else None for i in range(2))
             parts = [replace(parts[0], of=of_q), *parts[1:], Part(gate if of_gate is None else q, q_rows, of_gate)]
@@ -96,6 +96,7 @@ class Attention(Layer):
 def eager(layer: Attention) -> Forward:
     settings, eps, post_norm_eps = layer.settings, layer.config.rms_norm_eps, layer.post_norm_eps
     nq, nkv, d = settings.num_heads, settings.num_kv_heads, settings.head_dim
+    nv = 0 if settings.v_is_k else nkv
     norm, qkv, o, post_norm = layer.norm, layer.qkv, layer.o, layer.post_norm
     q_norm, k_norm, multiplier, window = layer.q_norm, layer.k_norm, layer.residual_multiplier, settings.window
 
@@ -112,7 +113,10 @@ def eager(layer: Attention) -> Forward:
         if batch.adapters is not None:
             batch.adapters.add(qkv, heads, h)
         heads = heads.view(len(x), -1, d)
-        qk, v, gate = heads.split((nq + nkv, nkv, heads.shape[1] - nq - 2 * nkv), 1)
+        qk, v, gate = heads.split((nq + nkv, nv, heads.shape[1] - nq - nkv - nv), 1)
+        v = qk[:, nq:] if settings.v_is_k else v
+        if settings.normalize_v:
+            v = reference.rms_norm(v, None, eps)
         if settings.qk_norm in ("weighted", "plain", "weighted_all"):
             qk = normalized(qk)
         qk = reference.rope(qk, None if layer.cos_sin is None else layer.cos_sin[batch.positions])
@@ -143,6 +147,10 @@ def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
     settings = layer.settings if isinstance(layer, Attention) else layer.config.attention()
     if settings.head_dim not in HEAD_DIMS:
         return f"head_dim {settings.head_dim} is none of {', '.join(map(str, HEAD_DIMS))}"
+    if settings.head_dim > 256 and layer.context.dtype == torch.float32 and is_gpu(device):
+        return f"there is no kernel for heads of {settings.head_dim} channels in float32"
+    if settings.head_dim > 256 and layer.context.invariant:
+        return f"there is no batch-invariant kernel for heads of {settings.head_dim} channels"
     if (group := settings.num_heads // settings.num_kv_heads) > MAX_GROUP:
         return f"{group} query heads share a KV head, more than {MAX_GROUP}"
     if layer.context.kv_dtype == FP8 and is_gpu(device):
@@ -169,8 +177,8 @@ def triton(layer: Attention) -> Forward:
     eps, nq, d, window = layer.config.rms_norm_eps, settings.num_heads, settings.head_dim, settings.window
     scores = Scores(settings.scale, window)
     cos_sin, normalize, query_scales = layer.cos_sin, settings.qk_norm == "plain", layer.query_scales
-    rows = nq * d, settings.num_kv_heads * d, settings.num_kv_heads * d  # of q, k and v
-    of_rope = None if settings.qk_norm == "weighted_after_rope" else cos_sin
+    rows = nq * d, settings.num_kv_heads * d, (not settings.v_is_k) * settings.num_kv_heads * d  # of q, k and v
+    of_rope, of_v = None if settings.qk_norm == "weighted_after_rope" else cos_sin, (settings.normalize_v, settings.v_is_k)
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV) -> Tensor:
         q_norm = layer.q_norm.weight if layer.q_norm else None
@@ -200,7 +208,7 @@ def triton(layer: Attention) -> Forward:
         sequences = Sequences(tables.block_tables, batch.seq_lens_device, tables.split_starts_device, query_starts)
         a = attention(AttentionInput(
             qkv, kv, sequences, scores, qkv.new_empty(len(qkv), nq, d),
-            Rope(of_rope, q_norm, k_norm, eps, normalize, query_scales), batch.positions, tables.slot_mapping, workspace,
+            Rope(of_rope, q_norm, k_norm, eps, normalize, query_scales, *of_v), batch.positions, tables.slot_mapping, workspace,
             batch.max_splits, batch.max_seq_len, batch.max_query_len, pdl=pdl, gate=gate, side=side,
             sinks=None if layer.sinks is None else layer.sinks.weight,
         )).view(-1, nq * d)  # fmt: skip

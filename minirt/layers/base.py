@@ -274,7 +274,7 @@ def register(
     and dtype, and be on its device.
 
     Args:
-        kind: "embedding", "attention", "mlp", "moe", "select", "head", or the kind of a layer class of your own.
+        kind: "embedding", "attention", "mlp", "moe", "mlp_and_moe", "select", "head", or the kind of a layer class of your own.
         name: the implementation's name: letters, digits and any of `_ . + -`. "eager" and "triton" are taken, "auto" is reserved.
         unsupported: called with the layer and the device; returns why the implementation cannot run this layer, or None.
         capturable: a CUDA graph may contain the forward: it is called once for each size of a step, and its GPU work is replayed

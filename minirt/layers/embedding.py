@@ -18,6 +18,7 @@ class Embedding(Layer):
     Args:
         multiplier: a factor of the rows.
         normalized: whether the rows have an RMSNorm without weights, before the factor.
+        rounded: whether the factor is rounded to the rows' dtype first.
     """
 
     kind = "embedding"
@@ -25,10 +26,10 @@ class Embedding(Layer):
 
     def __init__(
         self, config: ModelConfig, *, name: str = "embedding", weight: str = "model.embed_tokens", multiplier: float = 1.0,
-        normalized: bool = False,
+        normalized: bool = False, rounded: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(config, name)
-        self.multiplier, self.normalized = multiplier, normalized
+        self.multiplier, self.normalized, self.rounded = multiplier, normalized, rounded
         self.table = PackedLinear([Part(weight, config.vocab_size)], config.hidden_size, quantizable=False)  # it is looked up
         if config.moe is not None and not config.tie_word_embeddings:
             # Random embeddings with values of about 4. With small ones, what layers add makes all tokens of a sequence nearly
@@ -45,7 +46,9 @@ class Embedding(Layer):
 
 def _scaled(layer: Embedding, x: Tensor) -> Tensor:
     x = reference.rms_norm(x, None, layer.config.rms_norm_eps) if layer.normalized else x
-    return x if layer.multiplier == 1.0 else x * layer.multiplier
+    if layer.multiplier == 1.0:
+        return x
+    return x * (torch.tensor(layer.multiplier, dtype=x.dtype, device="cpu").item() if layer.rounded else layer.multiplier)
 
 
 @register("embedding", "eager")

@@ -9,7 +9,7 @@ from torch import Tensor
 from minirt.kernels import reference
 from minirt.layers.base import Forward, Layer, LinearOp, checkpoint_names, register, triton_unsupported
 from minirt.modeling.config import ModelConfig
-from minirt.modeling.parameters import OF_ADDED, NormWeight, PackedLinear, Part, stacked
+from minirt.modeling.parameters import OF_ADDED, NormWeight, PackedLinear, Part, Values, stacked
 from minirt.step.batch import Batch
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class MLP(Layer):
-    """x + residual_multiplier · post_norm(down(act(gate(norm(x))) · up(norm(x)))), x [T, H], or [R, H] after `Select`.
+    """factor · (x + residual_multiplier · post_norm(down(act(gate(norm(x))) · up(norm(x))))), x [T, H], or [R, H] after `Select`.
 
     Gate and up are packed into one matrix, gate first.
 
@@ -27,6 +27,7 @@ class MLP(Layer):
         post_norm: checkpoint name of a norm of what is added to x (a sandwich norm); None: there is none.
         post_norm_eps: its eps; None: that of the config.
         residual_multiplier: a factor of what is added to x.
+        factor: checkpoint name of a factor [1] of the sum; None: there is none.
     """
 
     kind, adaptable = "mlp", ("gate_up", "down")
@@ -34,6 +35,7 @@ class MLP(Layer):
     def __init__(
         self, config: ModelConfig, *, name: str, norm: str | None, prefix: str, post_norm: str | None = None,
         post_norm_eps: float | None = None, residual_multiplier: float = 1.0, names: Mapping[str, str] | None = None,
+        factor: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(config, name)
         h, i = config.hidden_size, config.intermediate_size
@@ -42,12 +44,13 @@ class MLP(Layer):
         self.post_norm = NormWeight(post_norm, h, config.zero_centered_norms, typical=OF_ADDED) if post_norm else None
         self.post_norm_eps = config.rms_norm_eps if post_norm_eps is None else post_norm_eps
         self.residual_multiplier = residual_multiplier
+        self.factor = Values(factor, (1,), (0.9, 1.1)) if factor else None
         self.gate_up = PackedLinear(stacked(Part(gate, i), Part(up, i)), h, config.mlp_bias)
         self.down = PackedLinear([Part(down, h)], i, config.mlp_bias)
         self.inner = "neurons", i
 
     def linear_ops(self) -> tuple[LinearOp, ...]:
-        residual = self.post_norm is None and self.residual_multiplier == 1
+        residual = self.post_norm is None and self.residual_multiplier == 1 and self.factor is None
         return LinearOp(self.gate_up, gated=True), LinearOp(self.down, residual=residual)
 
 
@@ -55,6 +58,7 @@ class MLP(Layer):
 def eager(layer: MLP) -> Forward:
     eps, activation = layer.config.rms_norm_eps, layer.config.hidden_act
     norm, gate_up, down, post_norm, post_norm_eps = layer.norm, layer.gate_up, layer.down, layer.post_norm, layer.post_norm_eps
+    factor = layer.factor
 
     def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
         h = x if norm is None else reference.rms_norm(x, norm.weight, eps)
@@ -66,21 +70,25 @@ def eager(layer: MLP) -> Forward:
         if batch.adapters is not None:
             batch.adapters.add(down, y, h)
         y = y if post_norm is None else reference.rms_norm(y, post_norm.weight, post_norm_eps)
-        return reference.add_residual(x, y, layer.residual_multiplier)
+        x = reference.add_residual(x, y, layer.residual_multiplier)
+        return x if factor is None else x * factor.weight
 
     return forward
 
 
 def triton_add(layer: "MLP | Attention", x: Tensor, y: Tensor) -> Tensor:
-    """x + residual_multiplier · post_norm(y) where the product y does not add to x itself. It writes to y."""
+    """factor · (x + residual_multiplier · post_norm(y)) where the product y does not add to x itself. It writes to y."""
     from minirt.kernels.linear.dispatch import triggers_early
     from minirt.kernels.norm import norm_residual, rms_norm
 
-    post_norm, eps, pdl = layer.post_norm, layer.post_norm_eps, layer.context.pdl
+    post_norm, eps, pdl, values = layer.post_norm, layer.post_norm_eps, layer.context.pdl, getattr(layer, "factor", None)
+    factor = None if values is None else values.weight
     if post_norm is not None and layer.residual_multiplier == 1:
-        return norm_residual(y, post_norm.weight, eps, x, out=y, early=triggers_early(x), pdl=pdl, check=False)
+        early = triggers_early(x)
+        return norm_residual(y, post_norm.weight, eps, x, out=y, factor=factor, early=early, pdl=pdl, check=False)
     y = y if post_norm is None else rms_norm(y, post_norm.weight, eps, out=y, pdl=pdl, check=False)
-    return torch.add(x, y, alpha=layer.residual_multiplier, out=y)
+    y = torch.add(x, y, alpha=layer.residual_multiplier, out=y)
+    return y if factor is None else y.mul_(factor)
 
 
 @register("mlp", "triton", unsupported=triton_unsupported, capturable=True, batch_invariant=True)

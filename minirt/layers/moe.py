@@ -1,4 +1,4 @@
-"""`MoE`: the residual layer of a mixture of experts (Shazeer et al. 2017), with a shared expert or without."""
+"""`MoE`: the residual layer of a mixture of experts (Shazeer et al. 2017), with a shared expert or without; `MLPAndMoE`."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ from minirt.kernels import reference
 from minirt.kernels.reference import SharedExpert
 from minirt.layers.base import Forward, Layer, LinearOp, checkpoint_names, register, triton_unsupported
 from minirt.modeling.config import ModelConfig
-from minirt.modeling.parameters import NormWeight, PackedExperts, PackedLinear, Part
+from minirt.modeling.parameters import OF_ADDED, NormWeight, PackedExperts, PackedLinear, Part, Values
 from minirt.step.batch import Batch
 
 if TYPE_CHECKING:
@@ -55,6 +55,11 @@ class MoE(Layer):
             self.shared_gate_up = PackedLinear([Part(f"{shared}.{part.name}", shared_i) for part in gate_up], h)
             self.shared_down = PackedLinear([Part(f"{shared}.down_proj", h)], shared_i)
             self.shared_gate = PackedLinear([Part(shared_gate, 1)], h, quantizable=False)
+
+    @property
+    def norm_of_router(self) -> Values:
+        """The norm of the router's input."""
+        return self.norm
 
     def linear_ops(self) -> Sequence[LinearOp]:
         experts = self.moe.num_experts, self.moe.experts_per_token
@@ -135,5 +140,102 @@ def triton(layer: MoE) -> Forward:
             gate_up_scale=gate_up_scale, down_scale=down_scale, gate_up_bias=gate_up_bias, down_bias=down_bias, limit=moe.limit,
             alpha=moe.alpha, shared=shared, side=side, pdl=pdl, check=False,
         )  # fmt: skip
+
+    return forward
+
+
+class _RouterScale(Values):
+    """The weights of the router's norm: those of the checkpoint times H^(-1/2), rounded once."""
+
+    def load(self, name: str, source: Tensor, first: int = 0) -> None:
+        self.weight.copy_(source.float() * self.shape[0] ** -0.5)
+
+
+class MLPAndMoE(MoE):
+    """factor · (x + post(post_1(mlp(pre(x))) + post_2(Σ_j w_j · expert_j(pre_2(x))))), as in Gemma 4; x [T, H] or [R, H].
+
+    All of post, pre, and so on are RMSNorms, and the router has another. A token's weights, divided by their sum, are multiplied
+    by a factor of each expert.
+
+    Args:
+        prefix: checkpoint prefix of all parts: `mlp` with those of `MLP`, `router.proj`, `router.scale` of its norm, `experts`
+            as for `MoE`, `router.per_expert_scale`, `layer_scalar` (the factor) and the norms. `names`: see `Attention`.
+    """
+
+    kind = "mlp_and_moe"
+
+    def __init__(self, config: ModelConfig, *, name: str, prefix: str, names: Mapping[str, str] | None = None) -> None:
+        names, norm, h = {"gate": "router.proj"} | dict(names or {}), "feedforward_layernorm", config.hidden_size
+        super().__init__(config, name=name, norm=f"{prefix}.pre_{norm}_2", prefix=prefix, names=names)
+        gate, up, down = checkpoint_names(f"{prefix}.mlp", "gate_proj up_proj down_proj", names)
+        self.mlp_norm = NormWeight(f"{prefix}.pre_{norm}", h)
+        self.mlp_gate_up = PackedLinear([Part(gate, config.intermediate_size), Part(up, config.intermediate_size)], h)
+        self.mlp_down = PackedLinear([Part(down, h)], config.intermediate_size)
+        self.router_norm = _RouterScale(f"{prefix}.router.scale", (h,), (0.5 * h**-0.5, 1.5 * h**-0.5))
+        self.factors = Values(f"{prefix}.router.per_expert_scale", (self.moe.num_experts,), (0.5, 1.5))
+        self.mlp_post, self.experts_post = (NormWeight(f"{prefix}.post_{norm}_{i}", h) for i in (1, 2))
+        self.post_norm = NormWeight(f"{prefix}.post_{norm}", h, typical=OF_ADDED)
+        self.factor = Values(f"{prefix}.layer_scalar", (1,), (0.9, 1.1))
+
+    @property
+    def norm_of_router(self) -> Values:
+        return self.router_norm
+
+    def linear_ops(self) -> Sequence[LinearOp]:
+        return [*super().linear_ops(), LinearOp(self.mlp_gate_up, gated=True), LinearOp(self.mlp_down)]
+
+
+@register("mlp_and_moe", "eager")
+def mlp_and_moe_eager(layer: MLPAndMoE) -> Forward:
+    eps, activation, moe = layer.config.rms_norm_eps, layer.config.hidden_act, layer.moe
+    router, first, last = layer.router, layer.mlp_gate_up, layer.mlp_down
+    (gate_up, gate_up_scale), (down, down_scale) = layer.gate_up.stacked, layer.down.stacked
+
+    def normalized(x: Tensor, norm: Values) -> Tensor:
+        return reference.rms_norm(x, norm.weight, eps)
+
+    def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
+        h = reference.gated(reference.linear(normalized(x, layer.mlp_norm), first.weight, scale=first.scale), activation)
+        dense = normalized(reference.linear(h, last.weight, scale=last.scale), layer.mlp_post)
+        logits = reference.linear(normalized(x, layer.router_norm), router.weight)
+        weights, experts = reference.route(logits, moe.experts_per_token, moe.normalize, layer.factors.weight)
+        h = normalized(x, layer.norm)
+        y = reference.mixture(h, weights, experts, gate_up, down, activation, gate_up_scale, down_scale)
+        y = reference.norm_residual(y, layer.experts_post.weight, eps, dense)
+        return reference.norm_residual(y, layer.post_norm.weight, eps, x, layer.factor.weight)
+
+    return forward
+
+
+@register("mlp_and_moe", "triton", unsupported=triton_unsupported, capturable=True)
+def mlp_and_moe_triton(layer: MLPAndMoE) -> Forward:
+    """The MLP and its norm, in CUDA graphs beside norm · router · experts; then two norms with what they are added to."""
+    from minirt.kernels.linear.dispatch import norm_gate_up, norm_linear
+    from minirt.kernels.moe.dispatch import mixture_residual, router_logits
+    from minirt.kernels.norm import norm_residual, rms_norm
+
+    eps, activation, moe, pdl = layer.config.rms_norm_eps, layer.config.hidden_act, layer.moe, layer.context.pdl
+    router, first, last, side = layer.router, layer.mlp_gate_up, layer.mlp_down, layer.context.side_stream
+    (gate_up, gate_up_scale), (down, down_scale) = layer.gate_up.stacked, layer.down.stacked
+    four_bits = gate_up.dtype == torch.int16
+
+    def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
+        with side.fork():
+            h = norm_gate_up(
+                x, layer.mlp_norm.weight, eps, first.weight, activation, scale=first.scale, workspace=side.workspace, pdl=pdl,
+                check=False,
+            )  # fmt: skip
+            dense = norm_linear(h, None, 0.0, last.weight, scale=last.scale, workspace=side.workspace, pdl=pdl, check=False)
+            rms_norm(dense, layer.mlp_post.weight, eps, out=dense, pdl=pdl, check=False)
+        logits = router_logits(
+            x, layer.router_norm.weight, eps, router.weight, moe.experts_per_token, four_bits=four_bits, pdl=pdl
+        )
+        y = mixture_residual(
+            x, logits, gate_up, down, None, moe.experts_per_token, moe.normalize, activation, norm_weight=layer.norm.weight,
+            eps=eps, gate_up_scale=gate_up_scale, down_scale=down_scale, factors=layer.factors.weight, pdl=pdl, check=False,
+        )  # fmt: skip
+        side.join()
+        norm_residual(y, layer.experts_post.weight, eps, dense, out=y, check=False)
+        return norm_residual(y, layer.post_norm.weight, eps, x, out=y, factor=layer.factor.weight, pdl=pdl, check=False)
 
     return forward

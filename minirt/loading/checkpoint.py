@@ -48,10 +48,12 @@ MAX_HEADER = 16 << 20  # bytes; a header takes about 100 for each tensor
 _LFS_POINTER = b"version https://git-lfs"  # how the text begins that a clone without Git LFS has instead of a file
 # Beginnings of the names of tensors that belong to no decoder layer. A checkpoint may have them; they are not used.
 _VISION = ("model.visual.", "visual.", "model.vision_tower.", "vision_tower.", "model.multi_modal_projector.",
-           "multi_modal_projector.", "model.vision_adapter.", "model.vision_projection.")  # fmt: skip
+           "multi_modal_projector.", "model.vision_adapter.", "model.vision_projection.",
+           "model.embed_vision.", "model.vision_embedder.")  # fmt: skip
 DRAFTS = "mtp."  # of multi-token prediction
 _EXTRAS = {DRAFTS: "the model has no layers of multi-token prediction"}
 _EXTRAS |= dict.fromkeys(_VISION, "a vision encoder is not supported")
+_EXTRAS |= dict.fromkeys(("model.audio_tower.", "model.embed_audio."), "sound is not supported")
 # How the names of a decoder's tensors begin in a model with a vision encoder → how they begin without one.
 _TEXT = {
     "model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head.",

@@ -45,7 +45,9 @@ from minirt.wording import warn, worded
 Way = tuple[str, dict[str, Any]]  # how to make a model fit, in words, and the load options that change
 # Values of a weight. An H200 reads this number of bytes in less than 1 µs; a kernel that rounds the input to FP8 takes 1.6 µs.
 _SMALL = 4 << 20
-_OTHER_FAMILIES = ("gemma", "mixtral", "gpt-oss", "phi-2", "glm-", "deepseek-v", "falcon", "gpt2")  # names that users try
+_OTHER_FAMILIES = (  # names that users try
+    "gemma-2", "gemma-3", "gemma-4-e", "mixtral", "gpt-oss", "phi-2", "glm-", "deepseek-v", "falcon", "gpt2",
+)  # fmt: skip
 _QKV, _MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
 _DTYPE_NAMES = {
     "half": "float16", "fp16": "float16", "f16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32",

@@ -19,6 +19,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 ROPE_KEYS = {
     "default": "", "dynamic": "factor", "linear": "factor", "longrope": "factor short_factor long_factor attention_factor",
     "llama3": "factor low_freq_factor high_freq_factor",
+    "proportional": "",
     "yarn": "factor attention_factor beta_fast beta_slow mscale mscale_all_dim truncate",
 }  # fmt: skip
 _ORIGINAL = "original_max_position_embeddings"
@@ -39,7 +40,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "num_hidden_layers decoder_sparse_step full_attention_interval no_rope_layer_interval": (1, 1024),
     "max_window_layers mlp_only_layers mtp_num_hidden_layers": (0, 1024),
     "num_attention_heads num_key_value_heads linear_num_key_heads linear_num_value_heads": (1, 1024),
-    "head_dim linear_key_head_dim linear_value_head_dim": (1, MAX_HEAD_DIM),
+    "head_dim global_head_dim linear_key_head_dim linear_value_head_dim": (1, MAX_HEAD_DIM),
     "num_experts num_local_experts": (1, 1024), "vocab_size": (1, MAX_VOCAB), "pad_token_id": (-1, MAX_VOCAB),
     f"max_position_embeddings {_ORIGINAL} sliding_window": (1, MAX_POSITIONS),
     "rms_norm_eps": (1e-20, 0.1), "rope_theta": (1.001, 1e15), "factor": (1, 1e6),
@@ -79,8 +80,8 @@ class RopeConfig:
     query_scaling_beta: float = 0.0
 
     def rotary_dim(self, head_dim: int) -> int:
-        """How many channels of a head are rotated: the first ones."""
-        return int(head_dim * self.partial_rotary_factor)
+        """How many channels of a head are rotated: the first ones. "proportional" turns pairs of all, the others by 0."""
+        return head_dim if self.kind == "proportional" else int(head_dim * self.partial_rotary_factor)
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,8 @@ class AttentionSettings:
             "weighted_all": of all heads of q together, and of k; "weighted_after_rope": of each head, after the rotation.
         gate: the output of attention is multiplied by sigmoid(gate) of the same shape. "q_proj": q_proj has twice the rows, for
             each head those of q, then those of the gate; "gate_proj": a separate linear; None: there is no gate.
+        normalize_v: whether the heads of v have an RMSNorm without weights.
+        v_is_k: v is made from the output of k's projection, before the norm and the rotation of k. There is no projection of v.
         window: a token sees itself and at most window − 1 tokens before it (sliding-window attention, Beltagy et al. 2020); None:
             all tokens before it.
         sinks: whether each head has one more score, a weight, of a token whose V is 0.
@@ -111,6 +114,8 @@ class AttentionSettings:
     gate: str | None = None
     window: int | None = None
     sinks: bool = False
+    normalize_v: bool = False
+    v_is_k: bool = False
 
     def __post_init__(self) -> None:
         for name, usable, expected in (
@@ -478,14 +483,14 @@ def _read_dialect(
     if (other := rope.raw.get("type", kind)) != kind and not (kind in alike and other in alike):
         raise rope.wrong("type", "type and rope_type contradict each other", kind)
     kind = "default" if kind == "mrope" else kind
-    share = _rotated_share(rope, fields, head_dim, partial)
+    share = _rotated_share(kind, rope, fields, head_dim, partial)
     rotary_dim = int(head_dim * share)
     _check_keys(kind, rope, keys, rotary_dim)
     theta = _stated_once("rope_theta", rope, fields).number("rope_theta", default=theta)
     beta, stated = 0.0, rope.integer_or_none(_ORIGINAL) or 0
     if "llama_4_scaling_beta" in keys and (beta := rope.number("llama_4_scaling_beta")) and not stated:
         raise rope.missing(_ORIGINAL, "a number of positions, for llama_4_scaling_beta")
-    if kind == "default":
+    if kind in ("default", "proportional"):
         return RopeConfig(kind, theta, 1.0, stated if beta else 0, partial_rotary_factor=share, query_scaling_beta=beta)
     original = stated
     if kind == "dynamic":  # _ORIGINAL is a record here, as in linear
@@ -527,12 +532,14 @@ def _read_scaling(kind: str, rope: Fields, original: int, max_positions: int, ro
     return {"factor": factor}
 
 
-def _rotated_share(rope: Fields, fields: Fields, head_dim: int, partial: bool) -> float:
+def _rotated_share(kind: str, rope: Fields, fields: Fields, head_dim: int, partial: bool) -> float:
     """The share of a head's channels that is rotated."""
     level = _stated_once(name := "partial_rotary_factor", rope, fields)
     share = level.number_or_none(name)
     if share in (None, 1.0):
         return 1.0
+    if kind == "proportional":  # of the pairs of whole heads
+        return share
     if not partial:
         hint = "an architecture that computes it passes partial_rotary=True to decoder_config"
         raise level.unsupported(name, "partial rotary embedding is not supported", 1, hint=hint)

@@ -153,7 +153,7 @@ class Model:
         default, rules = parse_impl(impl)
         for layer in self.unique_layers():
             # Also in a model without weights, which is only planned.
-            layer.context.dtype, layer.context.kv_dtype = self.dtype, self.kv_dtype
+            layer.context.dtype, layer.context.kv_dtype, layer.context.invariant = self.dtype, self.kv_dtype, self.batch_invariant
         dtype, rows = str(self.dtype).removeprefix("torch."), list[PlanRow]()
         bound: dict[int, tuple[str, str]] = {}
         counted: set[int] = set()

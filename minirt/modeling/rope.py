@@ -1,9 +1,10 @@
 """Rotary position embedding (RoFormer, Su et al. 2021): inverse frequencies and the cos/sin table.
 
-Implements linear (position interpolation, Chen et al. 2023), dynamic (NTK scaling by the length), llama3 (Llama 3.1's wavelength
-bands), yarn (Peng et al. 2023) and longrope (Ding et al. 2024). Formulas and fp32 rounding order follow transformers'
-`modeling_rope_utils`, so the tables equal transformers'. Where frequencies depend on a sequence's length, transformers changes
-those of later tokens while the sequence grows; here they are those of the served length, for all tokens, as in vLLM.
+Implements linear (position interpolation, Chen et al. 2023), dynamic (NTK scaling by the length), llama3 (Llama 3.1's
+wavelength bands), yarn (Peng et al. 2023), longrope (Ding et al. 2024) and proportional (Gemma 4). Formulas and fp32 rounding
+order follow transformers' `modeling_rope_utils`, so the tables equal transformers'. Where frequencies depend on a sequence's
+length, transformers changes those of later tokens while the sequence grows; here they are those of the served length, for all
+tokens, as in vLLM.
 """
 
 import math
@@ -28,6 +29,9 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int, length: int = 0) -> T
     if rope.kind == "longrope":
         factors = rope.long_factor if length > rope.original_max_position else rope.short_factor
         return 1.0 / (torch.tensor(factors, dtype=torch.float32) * wavelengths)
+    if rope.kind == "proportional":  # the frequencies of whole heads, 0 for all but the first pairs
+        turned = int(rotary_dim * rope.partial_rotary_factor) // 2
+        return torch.where(torch.arange(rotary_dim // 2) < turned, 1.0 / wavelengths, 0.0)
     if rope.kind == "linear":
         return 1.0 / wavelengths / rope.factor
     if rope.kind == "llama3":

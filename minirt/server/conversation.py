@@ -146,8 +146,8 @@ def prepare(
 ) -> Prepared:  # fmt: skip
     """Render a conversation, plan its answers, and make its requests. Not for the event loop's thread.
 
-    A grammar holds from the first token on, unless the prompt has opened a reasoning block: then it holds after the block.
-    Nothing but the reasoning and forced calls is looked for in such an answer.
+    A grammar holds from the first token on, unless reasoning comes first, as where the prompt has opened its block: then it holds
+    after the block. Nothing but the reasoning and forced calls is looked for in such an answer.
 
     Args:
         request: has the parameters that are the same in all APIs.
@@ -172,7 +172,7 @@ def prepare(
     exchange.grammar_field = None if request.structured_outputs not in (None, {}) else grammar_field
     if grammar is not None:
         stated = grammar.get("reasoning_end") if isinstance(grammar, dict) else None
-        reasons = form.reasoning if stated is not None or form.opens_reasoning(prompt.text, continued) else None
+        reasons = form.reasoning if stated is not None or form.reasons_first(prompt.text, continued) else None
         if reasons and stated is None and isinstance(grammar, dict):  # else it is refused later
             grammar = grammar | {"reasoning_end": reasons[1]}
         form, choice = ReplyFormat(reasoning=reasons), choice if forces else "none"

@@ -12,9 +12,9 @@ from minirt.settings import Integer, Settings, setting, settings_of
 
 def _parsers() -> Sequence[str]:
     # Imported here, so that --help of other commands stays fast.
-    from minirt.text.reply_format import AUTO, FORMATS, NONE, TEMPLATE
+    from minirt.text.reply_format import NAMES
 
-    return (AUTO, NONE, TEMPLATE, *FORMATS)
+    return NAMES
 
 
 def _origins(values: Any, place: str, error: type[MinirtError], hint: str | None = None) -> tuple[str, ...]:

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 
+from minirt.text.channels import CHANNEL
 from minirt.text.reply import Event, ReasoningDelta, StatefulParser, Trimmer, content
 
 OPEN, CLOSE = "<think>", "</think>"
-# The markers of a block, as chat templates write them. The second ones are Mistral's.
-BLOCKS = ((OPEN, CLOSE), ("[THINK]", "[/THINK]"))
+# The markers of a block, as chat templates write them. The second ones are Mistral's, the third ones Gemma 4's.
+BLOCKS = ((OPEN, CLOSE), ("[THINK]", "[/THINK]"), CHANNEL)
 
 
 class ReasoningParser(StatefulParser):

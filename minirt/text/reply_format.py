@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from minirt.errors import InputError, UnsupportedError
+from minirt.text import channels
 from minirt.text.addressed import ADDRESSED, MARKERS, AddressedParser, answers, is_addressed, opened
 from minirt.text.harmony import HARMONY, HarmonyParser, finishes, is_harmony
 from minirt.text.harmony import MARKERS as HARMONY_MARKERS
@@ -16,6 +17,8 @@ from minirt.text.tool_calls import FORMATS, CallListParser, NamedCallParser, det
 from minirt.text.tools import Tool, chosen
 
 AUTO, NONE, TEMPLATE = "auto", "none", "response_template"
+_BUILT_IN = {"gemma4": channels.RESPONSE_TEMPLATE}  # formats of whole answers, by name
+NAMES = (AUTO, NONE, TEMPLATE, *FORMATS, *_BUILT_IN)
 
 
 @dataclass(frozen=True)
@@ -42,15 +45,14 @@ class ReplyFormat:
         Args:
             chat_template: its source for conversations with tools (`Tokenizer.tool_template`).
             response_template: what tokenizer_config.json has under this key (`Tokenizer.response_template`).
-            name: "auto" (the response template if there is one, else by the chat template), "response_template", "none", or a
-                format of tool calls.
+            name: "auto" (the response template if there is one, else by the chat template), "response_template", "none",
+                "gemma4", or a format of tool calls.
         Raises:
             InputError: there is no such name.
             UnsupportedError: the response template is asked for by name, and is missing or not understood.
         """
-        names = (AUTO, NONE, TEMPLATE, *FORMATS)
-        if name not in names:
-            raise InputError("no such format of tool calls", expected=", ".join(names), found=name)
+        if name not in NAMES:
+            raise InputError("no such format of tool calls", expected=", ".join(NAMES), found=name)
         reasoning = next((block for block in BLOCKS if all(marker in (chat_template or "") for marker in block)), None)
         calls = detect_format(chat_template) if name == AUTO else name if name in FORMATS else None
         if calls is not None and FORMATS[calls].reasoning is not None:
@@ -58,6 +60,8 @@ class ReplyFormat:
         elif is_addressed(chat_template) or is_harmony(chat_template):
             reasoning = HARMONY if is_harmony(chat_template) else ADDRESSED
         notes: tuple[str, ...] = ()
+        if name in _BUILT_IN or (name == AUTO and response_template is None and channels.is_channeled(chat_template)):
+            response_template, name, reasoning = _BUILT_IN.get(name, channels.RESPONSE_TEMPLATE), TEMPLATE, channels.CHANNEL
         if name == TEMPLATE or (name == AUTO and response_template is not None):
             try:
                 return cls(None, reasoning, ResponseTemplate.read(response_template))
@@ -111,6 +115,12 @@ class ReplyFormat:
         if self.reasoning in (ADDRESSED, HARMONY):
             return ReplyParser(self._messages(prompt, (), aside=True), calls)
         return ReplyParser(ReasoningParser(self.opens_reasoning(prompt, continued), *self.reasoning, ends=ends), calls)
+
+    def reasons_first(self, prompt: str, continued: str = "") -> bool:
+        """Whether reasoning comes before the content of an answer, so that a grammar begins after it."""
+        if self.reasoning == channels.CHANNEL and not continued and channels.reasons_first(prompt):
+            return True
+        return self.opens_reasoning(prompt, continued)
 
     def _messages(self, prompt: str, tools: Sequence[Tool], aside: bool) -> Parser:
         """The parser of an answer of messages. `tools`: whose calls are looked for. `aside`: as of `AddressedParser`."""

@@ -727,7 +727,7 @@ def test_models(run, monkeypatch):
     assert presets["Llama-3.1-8B-Instruct"]["hub_id"] == "meta-llama/Llama-3.1-8B-Instruct"
     assert presets["Qwen3-14B"]["fits_with"] == "--quantize int4", "FP8 weights need compute capability 8.9"
     assert presets["Qwen3-30B-A3B"]["fits_with"] == "--quantize int4"
-    assert len(presets) == len(record["models"]) == 68
+    assert len(presets) == len(record["models"]) == 74
     for module in ("minirt.device", "minirt.loading.memory"):
         monkeypatch.setattr(f"{module}.free_memory", lambda device: 20 << 30)
     out = run("models", "--device", "cpu")[1]
@@ -753,7 +753,8 @@ def test_an_unknown_model_is_told_what_there_is(run):
 
 
 @pytest.mark.parametrize(("name", "family"), [
-    ("gemma-3-4b", "gemma"), ("Mixtral-8x7B-v0.1", "mixtral"), ("google/gemma-3-4b-it", "gemma"),
+    ("gemma-3-4b", "gemma-3"), ("Mixtral-8x7B-v0.1", "mixtral"), ("google/gemma-3-4b-it", "gemma-3"),
+    ("google/gemma-4-E4B-it", "gemma-4-e"),
 ])  # fmt: skip
 def test_a_model_of_a_family_that_is_not_supported(run, monkeypatch, name, family):
     """Mixtral was answered with "did you mean Mistral-7B?", and Gemma with how to name a model. What runs is said, too."""

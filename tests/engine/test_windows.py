@@ -17,7 +17,10 @@ from minirt.step.kv_cache import PAGE_SIZE, PageAllocator
 
 WINDOW = 70
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
-KINDS = {"some": ["sliding_attention", "full_attention", "sliding_attention"], "all": ["sliding_attention"] * 3}
+KINDS = {
+    "some": ["sliding_attention", "full_attention", "sliding_attention"], "all": ["sliding_attention"] * 3,
+    "other heads": ["sliding_attention", "sliding_attention", "full_attention"],
+}  # fmt: skip
 KINDS["sinks"] = KINDS["some"]  # of gpt-oss
 
 
@@ -27,19 +30,24 @@ def model(request, tmp_path_factory):
     import transformers
 
     torch.manual_seed(3)
-    sizes = {
-        "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1,
-        "vocab_size": 211, "max_position_embeddings": 640, "sliding_window": WINDOW, "layer_types": KINDS[request.param],
-        "tie_word_embeddings": False, "initializer_range": 0.2,
+    shape = {
+        "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 211,
+        "max_position_embeddings": 640, "sliding_window": WINDOW, "layer_types": KINDS[request.param], "initializer_range": 0.2,
+        "tie_word_embeddings": False,
     }  # fmt: skip
-    if request.param == "sinks":
-        config = transformers.GptOssConfig(**sizes, num_local_experts=4, num_experts_per_tok=2)
+    if request.param == "other heads":
+        heads = {"num_key_value_heads": 2, "head_dim": 64, "num_global_key_value_heads": 1, "global_head_dim": 128}
+        config = transformers.Gemma4TextConfig(**shape, **heads, attention_k_eq_v=True, hidden_size_per_layer_input=0)
+        made = transformers.Gemma4ForCausalLM(config).eval()
+    elif request.param == "sinks":
+        config = transformers.GptOssConfig(**shape, num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2)
         made = transformers.GptOssForCausalLM(config).eval()
         for layer in made.model.layers:
             layer.self_attn.sinks.data.normal_(0, 2)
     else:
-        made = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, use_sliding_window=True)).eval()
-    folder = tmp_path_factory.mktemp(request.param)
+        config = transformers.Qwen2Config(**shape, num_key_value_heads=1, use_sliding_window=True)
+        made = transformers.Qwen2ForCausalLM(config).eval()
+    folder = tmp_path_factory.mktemp(request.param.replace(" ", "-"))
     made.save_pretrained(folder)
     return folder, made
 
@@ -104,7 +112,7 @@ def test_lengths_around_the_window(model, mix, poisoned):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
-@pytest.mark.parametrize("model", ["some"], indirect=True)
+@pytest.mark.parametrize("model", ["some", "other heads"], indirect=True)
 def test_the_kernels_read_the_pages_of_their_group(model, kv_cache_dtype, poisoned):
     """In the interpreter: prompts in chunks, decode steps, and drafts. Catches a table or splits of another group."""
     folder, _ = model

@@ -23,7 +23,7 @@ SIXTEEN = f"{FUSED} and write and (1100 or 129)"  # 16-bit pages: one tile of ch
 # 256 channels, also of prompts.
 SETTINGS = (
     f"(decode and test_a_step and {FP16} and (D256-R64 or D128-R64)) or (on_fp8 and D64-R64)"
-    f" or (mixed and test_a_step and {FP16} and D128-R64) or (test_prompts and {FP16} and True)"
+    f" or (mixed and test_a_step and {FP16} and D128-R64) or (test_prompts and {FP16} and True) or (mixed and makes_v and D256)"
     f" or (sinks and test_a_step and {FP16} and D64-R64)"
 )
 # Windows: splits of 16-bit and of FP8 pages, also among prompts; prompts whose blocks are masked at both ends.
@@ -51,7 +51,7 @@ def emulated(files: Sequence[str], selection: str, without: str = "") -> str:
         (DECODE, NARROW, 3),
         (DECODE, LONG, 3),
         (DECODE, SIXTEEN, 2),
-        (["attention/test_settings.py"], SETTINGS, 11),
+        (["attention/test_settings.py"], SETTINGS, 12),
         (["attention/test_window_sm90.py"], WINDOW, 7),
         (["attention/test_prefill.py"], f"{FP16} and test_hopper and ((129 and 50) or (37 and 70 and not 400))", 2),
         (["moe/test_experts_sm90.py"], f"test_products and ({EXPERTS})", 4),

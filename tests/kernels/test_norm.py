@@ -42,6 +42,9 @@ def test_norm_residual(case, dtype, make, nan, agrees):
     for name in ("y", "residual"):  # in place
         inputs = {"y": y.clone(), "residual": residual.clone()}
         assert torch.equal(kernel.norm_residual(weight=weight, eps=1e-5, out=inputs[name], **inputs), out)
+    factor = make(1, dtype=dtype)
+    out = kernel.norm_residual(y, weight, 1e-5, residual, nan(T, H, dtype=dtype), factor=factor)
+    agrees(out, reference.norm_residual(y, weight, 1e-5, residual, factor), exact * factor.double())
     assert kernel.norm_residual(y[:0], weight, 1e-5, residual[:0]).shape == (0, H)
     raises("residual: wrong shape", kernel.norm_residual, y, weight, 1e-5, residual[:, :-1].contiguous())
     with pytest.raises(InputError, match="y: not contiguous"):

@@ -9,10 +9,11 @@ from support.checkpoints import load
 from support.weights import InBlocks
 
 from minirt import models
+from minirt.bench.experts import expert_counts
 from minirt.errors import ConfigError
 from minirt.kernels import reference
 from minirt.kernels.reference import SharedExpert
-from minirt.layers import MoE, implementation, register
+from minirt.layers import MLPAndMoE, MoE, implementation, register
 from minirt.layers.base import triton_unsupported
 from minirt.loading import checkpoint
 from minirt.modeling.config import ModelConfig
@@ -310,3 +311,49 @@ def test_compare_leaves_out_near_ties_and_nothing_else(hf_folder: Any, monkeypat
         monkeypatch.setattr(compare, "settled", lambda layer, x: torch.zeros(3, dtype=torch.bool))
         wrong.clear()
         assert compare.compare(place, step).candidate == {}
+
+
+GEMMA = {
+    "model_type": "gemma4_text", "hidden_size": 48, "intermediate_size": 67, "num_hidden_layers": 1, "vocab_size": 61,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "global_head_dim": 16, "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True, "num_experts": 11, "top_k_experts": 3, "moe_intermediate_size": 37,
+}  # fmt: skip
+
+
+def beside_mlp(quantization: Quantization | None = None) -> MLPAndMoE:
+    config = models.parse_config(GEMMA)
+    model = Model(config, models.build(config), quantization)
+    model.allocate(DEVICE, torch.float32, 64)
+    model.resolve("eager")
+    checkpoint.randomize(model, 5)
+    (layer,) = (layer for layer in model.layers if isinstance(layer, MLPAndMoE))
+    layer.post_norm.weight.uniform_(0.5, 1.5, generator=torch.Generator(DEVICE).manual_seed(1))
+    return layer
+
+
+@pytest.mark.parametrize("T", [0, 1, 2, 40])
+@pytest.mark.parametrize("quantization", [None, Quantization("fp8"), Quantization("int4")], ids=["plain", "fp8", "int4"])
+def test_experts_beside_an_mlp(T: int, quantization: Quantization | None) -> None:
+    """Triton is eager, with each kernel of experts. Catches factors of other experts, or applied before the weights are divided,
+    and a residual that only one branch adds. Parity tests compare eager with transformers."""
+    layer = beside_mlp(quantization)
+    x = values(T, 48).to(DEVICE)
+    out, expected = implementation("mlp_and_moe", "triton").factory(layer)(x, NO_BATCH, None), layer(x, NO_BATCH)
+    assert (out - expected).norm() <= (2e-2 if quantization and T > 1 else 5e-6) * (expected - x).norm()
+    layer.factors.weight.fill_(1.0)
+    assert T == 0 or (out - layer(x, NO_BATCH)).norm() > 0.02 * (expected - x).norm()
+
+
+def test_what_a_layer_with_both_states() -> None:
+    """Bytes of a token: three experts, the MLP, the router, norms and factors. Experts by the router's norm, which is scaled at
+    load."""
+    layer = beside_mlp()
+    one, others = 3 * 48 * 37, 3 * 48 * 67 + 48 * 11 + 6 * 48 + 11 + 1
+    assert layer.decode_read_bytes(torch.float32) == 4 * (3 * one + others)
+    assert layer.flops(1) == 2 * (3 * one + 3 * 48 * 67 + 48 * 11)
+    h = x = values(300, 48)
+    h = h / (h.square().mean(1, keepdim=True) + layer.config.rms_norm_eps).sqrt() * layer.router_norm.weight
+    experts = (h @ layer.router.weight.T).topk(3).indices
+    assert expert_counts(layer, x).tolist() == torch.bincount(experts.flatten(), minlength=11).tolist()
+    layer.router_norm.load("", torch.ones(48))
+    assert torch.equal(layer.router_norm.weight, torch.full((48,), 48**-0.5))

@@ -368,7 +368,7 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("llama", {"num_local_experts": 8}, ["num_local_experts", "8"]), ("qwen3", {"num_experts": 128}, ["num_experts", "128"]),
     ("llama", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5", "passes partial_rotary=True to decoder_config"]),
     ("llama", {"rope_parameters": {"partial_rotary_factor": 0.25}}, ["rope_parameters.partial_rotary_factor"]),
-    ("llama", {"rope_parameters": {"rope_type": "proportional", "factor": 2.0}}, ["rope_parameters.rope_type", "proportional"]),
+    ("llama", {"rope_parameters": {"rope_type": "axial", "factor": 2.0}}, ["rope_parameters.rope_type", "axial"]),
     ("llama", {"rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2]}}, ["rope_parameters.mrope_section"]),
     ("mamba2", {}, ["mamba2"]),
     ("qwen2", {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, ["mrope"]),

@@ -170,17 +170,17 @@ def test_frequencies_by_length_equal_transformers(rope: dict[str, Any], length: 
 
 @pytest.mark.parametrize("kind", sorted({*ROPE_KEYS} - {"default"}))
 def test_partial_rotary_frequencies_equal_transformers(kind: str) -> None:
-    """Catches frequencies of the head's channels where only the first ones are rotated."""
+    """Catches frequencies of the head's channels where only the first ones are rotated, and the other way round."""
     settings: dict[str, dict[str, Any]] = {
         "linear": {"factor": 3.0}, "dynamic": {"factor": 3.0}, "llama3": LLAMA3, "yarn": YARN,
-        "longrope": LONGROPE | {"short_factor": [1.5] * 8, "long_factor": [3.0] * 8},
+        "longrope": LONGROPE | {"short_factor": [1.5] * 8, "long_factor": [3.0] * 8}, "proportional": {},
     }  # fmt: skip
     rope = {"rope_theta": 1e4} | settings[kind] | {"rope_type": kind, "partial_rotary_factor": 0.25}
     theirs = transformers.LlamaConfig(**copy.deepcopy(FILE | {"rope_parameters": rope}))
     parsed = read_rope(Fields(FILE | {"rope_parameters": rope}), 256, 64, partial=True)
-    assert parsed.rotary_dim(64) == 16
+    assert parsed.rotary_dim(64) == (rotated := 64 if kind == "proportional" else 16)
     frequencies, _ = ROPE_INIT_FUNCTIONS[kind](theirs, seq_len=300)
-    assert torch.equal(inverse_frequencies(parsed, 16, 300), frequencies)
+    assert torch.equal(inverse_frequencies(parsed, rotated, 300), frequencies)
 
 
 def test_partial_rotary_factors_that_do_not_fit() -> None:

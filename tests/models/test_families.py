@@ -13,7 +13,7 @@ WINDOWED = {"sliding_window": 64}
 
 
 def raw(kind: str, **fields: Any) -> dict[str, Any]:
-    return {"model_type": kind} | DECODER | fields
+    return {"model_type": kind} | DECODER | ({"hidden_size_per_layer_input": 0} if kind == "gemma4_text" else {}) | fields
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -37,6 +37,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("muse_glimmer_text", {"layer_rope_theta": [0, 1e4]}, "layer_rope_theta: .*expected 4, one for each layer; found 2"),
     ("muse_glimmer_text", {"hidden_activation": "gelu"}, "hidden_activation: .*found 'gelu'"),
     ("muse_glimmer_text", {"final_logit_softcapping": 0}, "final_logit_softcapping: .*from 1e-06"),
+    ("gemma4_text", {"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input: .*E2B, E4B.*expected 0; found 256"),
+    ("gemma4_unified_text", {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input: .*found 8"),
+    ("gemma4_text", {"num_kv_shared_layers": 2}, "num_kv_shared_layers: .*found 2"),
+    ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention: .*found 'all'"),
+    ("gemma4_text", {"rope_parameters": {SLIDING: {"rope_type": "default"}}}, "rope_parameters.full_attention: .*missing"),
+    ("gemma4_text", {"num_global_key_value_heads": 4, "attention_k_eq_v": True}, "global_head_dim: .*4 KV heads of 512"),
+    ("gemma4_text", {"per_layer_config": {"3": {"head_dim": 32}, "1": {"head_dim": 32}}}, "per_layer_config: .*each full layer"),
+    ("gemma4_text", {"per_layer_config": {"3": {"sliding_window": 32}}}, "per_layer_config: .*each full layer"),
 ]  # fmt: skip
 
 
@@ -69,6 +77,26 @@ def test_layers_without_rope() -> None:
     assert parse_config(raw("exaone4", sliding_window=9, layer_types=[FULL] * 4)).no_rope_layers == {0, 1, 2, 3}
     muse = parse_config(raw("muse_glimmer_text", num_hidden_layers=6))
     assert (muse.no_rope_layers, muse.window_layers, muse.sliding_window) == ({1, 5}, {0, 2, 3, 4}, 2048)
+
+
+def test_heads_of_gemma4_in_both_dialects() -> None:
+    """Catches full layers with the heads of the others, an absent field that is not the default of an E model, and a last layer
+    with a window."""
+    fields = {"num_key_value_heads": 2, "head_dim": 16, "layer_types": [SLIDING, FULL, SLIDING, FULL], "attention_k_eq_v": True}
+    older = parse_config(raw("gemma4_text", global_head_dim=32, num_global_key_value_heads=1, **fields))
+    heads = {"head_dim": 32, "num_key_value_heads": 1}
+    newer = parse_config(raw("gemma4_text", per_layer_config={"1": heads, "3": heads}, **fields))
+    assert older == newer
+    shapes = [(s.num_kv_heads, s.head_dim, s.v_is_k, s.window) for s in map(older.attention, range(4))]
+    assert shapes == [(2, 16, False, 512), (1, 32, True, None)] * 2
+    ropes = [older.attention(i).rope for i in range(2)]
+    assert [(rope.kind, rope.theta, older.attention(i).rotary_dim) for i, rope in enumerate(ropes) if rope] == [
+        ("default", 1e4, 16), ("proportional", 1e6, 32),
+    ]  # fmt: skip
+    apart = parse_config(raw("gemma4_unified_text", num_global_key_value_heads=1, num_key_value_heads=2, head_dim=16))
+    assert (apart.full_kv_heads, apart.full_head_dim, apart.window_layers, apart.sliding_window) == (2, 512, {0, 1, 2}, 1024)
+    with pytest.raises(UnsupportedError, match=r"hidden_size_per_layer_input: .*E2B, E4B.*found 256"):
+        parse_config({"model_type": "gemma4_text"} | DECODER)
 
 
 def test_rope_with_alpha() -> None:

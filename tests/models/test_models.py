@@ -38,6 +38,8 @@ def tiny(kind: str, **options: Any) -> dict[str, Any]:
     if kind == "gpt_oss":
         experts = {"num_experts": 5, "num_local_experts": 5, "num_experts_per_tok": 2}
     recurrent = RECURRENT if kind in HYBRIDS else {}
+    if kind.startswith("gemma4"):
+        recurrent = {"sliding_window": 9, "tie_word_embeddings": False, "num_experts": None, "rope_theta": None}
     return as_file(TINY | experts | recurrent | options | {"model_type": kind})
 
 
@@ -55,6 +57,9 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("granite", {"tie_word_embeddings": True}),
     ("gpt_oss", {"head_dim": 10}), ("gpt_oss", {"attention_bias": False, "tie_word_embeddings": True}),
     ("qwen2_moe", {}), ("qwen2_moe", {"mlp_only_layers": [0], "qkv_bias": False}),
+    ("gemma4_text", {"global_head_dim": 20, "num_global_key_value_heads": 2, "attention_k_eq_v": True}),
+    ("gemma4_text", {}),
+    ("gemma4_text", {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 41}),
     ("qwen3_moe", {"attention_bias": True}), ("qwen3_moe", {"decoder_sparse_step": 2, "tie_word_embeddings": True}),
 ]  # fmt: skip
 
@@ -80,7 +85,8 @@ def test_layers_name_every_tensor_of_transformers(kind: str, options: dict[str, 
     raw = tiny(kind, **options)
     model = their_model(dict(raw))
     wanted: dict[str, tuple[int, ...]] = {}
-    for name, value in model.named_parameters():  # tied weights appear once
+    buffers = ((name, value) for name, value in model.named_buffers() if name.endswith("layer_scalar"))
+    for name, value in (*model.named_parameters(), *buffers):  # tied weights appear once
         wanted |= one_by_one(name, tuple(value.shape), kind == "gpt_oss")
     read: dict[str, tuple[int, ...]] = {}
     for layer in build(parse_config(raw)):
@@ -89,7 +95,7 @@ def test_layers_name_every_tensor_of_transformers(kind: str, options: dict[str, 
                 assert read.get(name, tuple(shape)) == tuple(shape)  # a tied head uses the name of the embedding
                 read[name] = tuple(shape)
     assert read == wanted
-    assert num_parameters(parse_config(raw)) == sum(p.numel() for p in model.parameters())
+    assert num_parameters(parse_config(raw)) == sum(p.numel() for p in model.parameters()) + kind.startswith("gemma4") * 2
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
@@ -122,15 +128,20 @@ PUBLISHED = {
     "Seed-OSS-36B": (36.15, None),
     "Olmo-3-7B": (7.30, None), "Olmo-3-32B": (32.23, None),
     "EXAONE-4.0-32B": (32.0, 30.95), "EXAONE-4.0-1.2B": (1.28, 1.07),
+    "gemma-4-31B": (30.70, None), "gemma-4-12B": (11.91, None), "gemma-4-26B-A4B": (25.23, None),
     "Muse-Glimmer-30B": (27.85, None),  # and the vision encoder
     "gpt-oss-20b": (20.91, None), "gpt-oss-120b": (116.83, None),
     "Phi-3-mini-4k": (3.82, None), "Phi-3-medium-4k": (13.96, None), "Phi-4": (14.66, None),
 }  # fmt: skip
 
 
+def base(name: str) -> str:
+    return name.removesuffix("-Instruct").removesuffix("-it").removesuffix("-FP8")
+
+
 @pytest.mark.parametrize("entry", presets(), ids=lambda entry: entry.name)
 def test_preset_size(entry: Any) -> None:
-    total, inner = PUBLISHED[entry.name.removesuffix("-Instruct").removesuffix("-FP8")]
+    total, inner = PUBLISHED[base(entry.name)]
     config, count = entry.config, num_parameters(entry.config)
     assert count / 1e9 == pytest.approx(total, rel=0.01)
     if inner is not None:
@@ -138,14 +149,15 @@ def test_preset_size(entry: Any) -> None:
         assert (count - tables) / 1e9 == pytest.approx(inner, rel=0.015)
 
 
-@pytest.mark.parametrize(
-    "name", ["Qwen2.5-7B", "Qwen3-0.6B", "Llama-3.2-1B", "SmolLM2-135M", "Qwen3.5-35B-A3B", "Qwen3-Next-80B-A3B"]
-)
+@pytest.mark.parametrize("name", [
+    "Qwen2.5-7B", "Qwen3-0.6B", "Llama-3.2-1B", "SmolLM2-135M", "Qwen3.5-35B-A3B", "Qwen3-Next-80B-A3B", "gemma-4-31B",
+    "gemma-4-26B-A4B",
+])  # fmt: skip
 def test_preset_counts_as_transformers_does(name: str) -> None:
     raw = next(raw for key, _, raw in raw_configs() if key == name)
     model = their_model(dict(raw, num_hidden_layers=4))  # every kind of layer
     count = num_parameters(parse_config(raw | {"num_hidden_layers": 4}))
-    assert count == sum(p.numel() for p in model.parameters())
+    assert count == sum(p.numel() for p in model.parameters()) + name.startswith("gemma") * 4  # factors are buffers there
 
 
 def test_smollm2_preset_is_the_real_model(smollm2: Any) -> None:
@@ -176,9 +188,9 @@ def test_preset_look_up() -> None:
 
 def test_presets_are_distinct_and_complete() -> None:
     """Catches a preset that hides another one, lacks a column, or has no published size."""
-    assert {entry.name.removesuffix("-Instruct").removesuffix("-FP8") for entry in presets()} == set(PUBLISHED)
+    assert {base(entry.name) for entry in presets()} == set(PUBLISHED)
     names = [entry.name.lower() for entry in presets()]
-    assert len(set(names)) == len(names) == 77
+    assert len(set(names)) == len(names) == 83
     quantized = {f"{name}-FP8" for name in preset_table()["fp8_releases"]} | {"gpt-oss-20b", "gpt-oss-120b"}
     assert {entry.name for entry in presets() if entry.quantization} == quantized
     for name, _, raw in raw_configs():

@@ -22,6 +22,7 @@ CODER = (
     "<tool_call>\n<function=weather>\n<parameter=city>\nZürich\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n"
     "</tool_call>"
 )
+GEMMA_CALL = '<|tool_call>call:weather{city:<|"|>Zürich<|"|>,days:3}<tool_call|>'
 ATEM = (  # Muse-Glimmer's
     '<atem:function_calls><atem:invoke name="weather"><atem:parameter name="city">Zürich</atem:parameter>'
     '<atem:parameter name="days">3</atem:parameter></atem:invoke></atem:function_calls>'
@@ -105,6 +106,8 @@ ANSWERS = [
     ("muse_glimmer", f" to=self<|message|>Hm, é<|eom|><|start|>assistant to=weather<|message|>{ATEM}<|eom|><|start|>assistant"
      " to=user<|message|>Well: <b>", "Well: <b>", "Hm, é", [ZURICH]),
     ("muse_glimmer", " to=user<|message|>No.", "No.", "", []),
+    ("gemma4", "Well: " + GEMMA_CALL + "<|tool_call>call:now{}<tool_call|>", "Well:", "", [ZURICH, ("now", "{}")]),
+    ("gemma4", f"<|channel>thought\nHm, é\n<channel|>{GEMMA_CALL}", "", "Hm, é", [ZURICH]),
     ("harmony", "<|channel|>analysis<|message|>Hm, é<|end|><|start|>assistant<|channel|>commentary<|message|>Well: <b><|end|>"
      '<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>'
      '{"city": "Zürich", "days": 3}<|call|>',
@@ -320,6 +323,42 @@ async def test_muse_glimmer(chats):
     listed = text.replace('{"a": 1}', '[{"name": "now", "arguments": {}}]')
     reply = whole((await chats.complete(listed, tools=TOOLS, tool_choice="required")).choices[0])
     assert reply == ("", "Hm", [("now", "{}")], "tool_calls")
+
+
+@on_model("gemma4")
+async def test_gemma4(chats):
+    """Catches thinking that is not turned on, a grammar that holds for reasoning or never begins, quotes that end a string,
+    nested arguments that are lost, a history that loses its form, and thoughts after a tool's result that are content."""
+    off, text = "<|turn>model\n<|channel>thought\n<channel|>", "<|channel>thought\nHm\n<channel|>"
+    thinks = {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
+    grammar = {"response_format": {"type": "json_object"}}
+    for streams in (False, True):
+        reply = await chats.complete('{"a": 1}', streams=streams, **grammar)
+        assert (joined(reply) if streams else whole(reply.choices[0])) == ('{"a": 1}', "", [], "stop")
+        assert chats.prompt.endswith(off)
+        assert chats.last.sampling.structured_outputs.reasoning_end is None
+        reply = await chats.complete(text + '{"a": 1}', streams=streams, **grammar, **thinks)
+        assert (joined(reply) if streams else whole(reply.choices[0])) == ('{"a": 1}', "Hm", [], "stop")
+        assert "<|think|>" in chats.prompt
+        assert chats.prompt.endswith("<|turn>model\n")
+        assert chats.last.sampling.structured_outputs.reasoning_end == "<channel|>"
+    deep = '<|tool_call>call:weather{city:<|"|>"a", {b:[c]}, é\n<|"|>,more:{k:[1,{x:true,y:null}],z:<|"|><|"|>},days:-2.5}'
+    deep += "<tool_call|>"
+    own = (await chats.complete(text + deep, tools=TOOLS, **thinks)).choices[0].message
+    arguments = {"city": '"a", {b:[c]}, é\n', "more": {"k": [1, {"x": True, "y": None}], "z": ""}, "days": -2.5}
+    assert json.loads(own.tool_calls[0].function.arguments) == arguments
+    calls = [call.model_dump() for call in own.tool_calls]
+    history = [*USER, {"role": "assistant", "reasoning": own.reasoning, "tool_calls": calls}]
+    history += [{"role": "tool", "tool_call_id": calls[0]["id"], "content": "rain"}]
+    after = await chats.complete(text + "Rain.", messages=history, tools=TOOLS, **thinks)
+    assert whole(after.choices[0]) == ("Rain.", "Hm", [], "stop")
+    result = '<|tool_response>response:unknown{value:<|"|>rain<|"|>}<tool_response|>'
+    assert chats.prompt.endswith(f"<|turn>model\n{text}{deep}{result}")
+    listed = text + '[{"name": "now", "arguments": {}}]'
+    reply = whole((await chats.complete(listed, tools=TOOLS, tool_choice="required", **thinks)).choices[0])
+    assert reply == ("", "Hm", [("now", "{}")], "tool_calls")
+    broken = '<|tool_call>call:weather{city:<|"|>Par'
+    assert whole((await chats.complete(broken, tools=TOOLS)).choices[0])[2] == []
 
 
 @on_model("harmony")

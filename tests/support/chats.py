@@ -19,6 +19,7 @@ REASONS = "{% if add_generation_prompt %}bot:{{ '<think>' if enable_thinking els
 # In the style of Ministral 3's: its reasoning is a part of the content.
 MISTRAL = Path(__file__).with_name("templates").joinpath("mistral.jinja").read_text(encoding="utf-8")[:-1]
 MUSE = Path(__file__).with_name("templates").joinpath("muse_glimmer.jinja").read_text(encoding="utf-8")[:-1]
+GEMMA = Path(__file__).with_name("templates").joinpath("gemma4.jinja").read_text(encoding="utf-8")[:-1]
 HARMONY = Path(__file__).with_name("templates").joinpath("harmony.jinja").read_text(encoding="utf-8")[:-1]
 TEMPLATES = {
     "plain": PLAIN, "unknown": WITH_TOOLS, "hermes": WITH_TOOLS + "{# <tool_call> #}",
@@ -26,7 +27,7 @@ TEMPLATES = {
     "llama3_json": WITH_TOOLS + "{# <|python_tag|> #}",
     "thinks": WITH_TOOLS + "{# <tool_call> <think></think> #}{% if add_generation_prompt %}bot:{% endif %}",
     "opens": WITH_TOOLS + "{# <tool_call> #}" + REASONS, "qwen3_5": QWEN3_5, "mistral": MISTRAL, "muse_glimmer": MUSE,
-    "harmony": HARMONY,
+    "gemma4": GEMMA, "harmony": HARMONY,
 }  # fmt: skip
 RESPONSE_TEMPLATE = {
     "start_anchor": "bot:",
@@ -39,6 +40,7 @@ RESPONSE_TEMPLATE = {
 SPECIAL = {
     "special": ("<tool_call>", "</tool_call>", "</think>"), "mistral": ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"),
     "muse_glimmer": ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>"),
+    "gemma4": ("<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", '<|"|>'),
     "harmony": ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
 }  # fmt: skip
 

@@ -25,6 +25,8 @@ def as_file(raw: dict[str, Any]) -> dict[str, Any]:
     kind = raw["model_type"]
     if kind == "mistral":
         raw = {"sliding_window": None} | raw
+    if kind in ("gemma4", "gemma4_text"):  # absent, it means a model with per-layer inputs
+        raw = {"hidden_size_per_layer_input": 0} | raw
     if "ministral3" in (kind, INNER.get(kind)):
         raw = {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1}} | raw
     if kind in INNER:

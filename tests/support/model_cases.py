@@ -22,6 +22,12 @@ PIXTRAL |= {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
 QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
 QWEN3_VISION = QWEN_VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
 MUSE_VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+GEMMA = {
+    "num_hidden_layers": 6, "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0, "sliding_window": 33, "final_logit_softcapping": 3.0,
+}  # fmt: skip
+GEMMA_VISION = MUSE_VISION | {"num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16}
+GEMMA_AUDIO = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 64}
 MUSE_PROJECTOR = {"out_hidden_size": 128, "projector_hidden_size": 32}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}
 LONG = {
@@ -103,6 +109,20 @@ CASES = {
          "qk_scale_factor": 2.5, "final_logit_softcapping": 3.0, "output_multiplier": 1.5},
         MUSE_VISION, **MUSE_PROJECTOR,
     )),
+    "gemma4": ("Gemma4", "ForConditionalGeneration", wrapped(GEMMA, GEMMA_VISION, audio_config=GEMMA_AUDIO)),
+    "gemma4, text alone": ("Gemma4Text", "ForCausalLM", TEXT | GEMMA | {
+        "attention_k_eq_v": False, "num_hidden_layers": 5, "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL], "head_dim": 24,
+        "sliding_window": 64, "final_logit_softcapping": None, "attention_bias": True, "tie_word_embeddings": False,
+        "rope_parameters": {FULL: {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.6},
+                            SLIDING: {"rope_type": "default", "rope_theta": 777.0}},
+    }),
+    "gemma4 with experts": ("Gemma4", "ForConditionalGeneration", wrapped(
+        GEMMA | {"enable_moe_block": True, "num_experts": 7, "top_k_experts": 3, "moe_intermediate_size": 24}, None,
+    )),
+    "gemma4_unified": ("Gemma4Unified", "ForConditionalGeneration", wrapped(
+        {name: value for name, value in GEMMA.items() if name != "hidden_size_per_layer_input"},
+        {"mm_embed_dim": 32, "mm_posemb_size": 16, "output_proj_dims": 64},
+    )),
     "gpt_oss": ("GptOss", "ForCausalLM", TEXT | GPT_OSS | {"sliding_window": 33, "tie_word_embeddings": True}),
     "gpt_oss, listed": ("GptOss", "ForCausalLM", TEXT | GPT_OSS | {
         "sliding_window": 64, "layer_types": [FULL, SLIDING, SLIDING, FULL, FULL], "swiglu_limit": 0.5, "swiglu_alpha": 3.0,
@@ -130,16 +150,19 @@ def make(case: str, folder: Path, **changes: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = getattr(transformers, f"{family}Config")(**json.loads(json.dumps(options)))
-        model = getattr(transformers, family + ending)(config).eval()
+        model = getattr(transformers, family.removesuffix("Text") + ending)(config).eval()
     with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.6, 1.2)
         for name, parameter in model.named_parameters():
-            if "norm" in name and parameter.ndim == 1:
+            if ("norm" in name or "scale" in name) and parameter.ndim == 1:
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("sinks"):
                 parameter.normal_(0, 2)
             elif name.endswith("bias"):
                 parameter.normal_(0, 0.3)
-            elif parameter.ndim == 2:
+            elif parameter.ndim >= 2:
                 parameter.normal_(0, 1.5 / parameter.shape[-1] ** 0.5)
             elif parameter.ndim == 3 and family == "GptOss":
                 parameter.normal_(0, 1.5 / parameter.shape[1] ** 0.5)

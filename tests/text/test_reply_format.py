@@ -57,6 +57,28 @@ def test_mistral() -> None:
     assert read(form, "a[/THINK]b", prompt + "[THINK]") == ("b", "a", [])
 
 
+def test_gemma4() -> None:
+    """Catches a template that is not recognised, a schema that waits for a channel that is closed already (or does not wait for
+    one that comes), and a question about markers that turns thinking on."""
+    form = ReplyFormat.choose("{{ '<|channel>thought\\n' }}<channel|> <|tool_call>call:")
+    assert form.needs_special_tokens({"<channel|>"})
+    assert read(ReplyFormat.choose("<|tool_call>call:", SPEC), "(a)b", "<bot>")[1] == "a", "a declaration comes first"
+    on, model, closed = "<bos><|turn>system\n<|think|>\nBe<turn|>\n", "<|turn>model\n", "<|channel>thought\n<channel|>"
+    asked = "<bos><|turn>user\nWhat is <|think|>?<turn|>\n" + model
+    after = on + model + "<|tool_call>call:f{}<tool_call|><|tool_response>response:f{}<tool_response|>"
+    expected = {
+        on + model: True, after: True, on + model + "<|channel>thought\n": True, on + model + closed: False,
+        "<bos>" + model + closed: False, asked.replace("user\nWhat is", "system\nOff<turn|>\n"): False,
+    }  # fmt: skip
+    assert {prompt: form.reasons_first(prompt) for prompt in expected} == expected
+    assert not form.reasons_first(on + model, "continued")
+    call = '<|tool_call>call:f{s:<|"|>"x"<|"|>}<tool_call|>'
+    assert read(form, f"<|channel>thought\nHm\n<channel|>So {call}", on + model) == ("So", "Hm", [("f", '{"s": "\\"x\\""}')])
+    assert read(ReplyFormat.choose(None, SPEC, "gemma4"), call, on + model)[2] == [("f", '{"s": "\\"x\\""}')]
+    assert read(form, f"Hm<channel|>{call}", on + model + "<|channel>thought\n")[1] == "Hm"
+    assert read(form, "<|channel>thought\nHm\n<channel|>{}", after, choice="required")[1] == "Hm"
+
+
 def test_a_continued_message() -> None:
     form = ReplyFormat.choose(HERMES)
     prompt = "what is <think>?<bot><think>I think"

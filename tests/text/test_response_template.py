@@ -13,6 +13,7 @@ from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS
 from transformers.utils.chat_parsing import parse_response
 
 from minirt.errors import UnsupportedError
+from minirt.text.channels import RESPONSE_TEMPLATE as BUILT_IN
 from minirt.text.reply import ArgumentsDelta, ContentDelta, ReasoningDelta, collect
 from minirt.text.response_template import ResponseTemplate, ResponseTemplateParser
 from minirt.text.stream_search import Match, StreamPattern, StreamSearch
@@ -96,6 +97,12 @@ CASES = [
         "<|turn>model\n",
         '<|channel>thought\nHm\n<channel|>Text<|tool_call>call:f{a:<|"|>x "y" {,b:<|"|>,n:3,l:[{k:true}]}<tool_call|><turn|>',
     ),
+    *((spec, prompt, text) for spec in (GEMMA, BUILT_IN) for prompt, text in (
+        ("<|turn>model\n<|channel>thought\n<channel|>", "S <|tool_call>call:f{}<tool_call|><|tool_call>call:f{n:-3}<tool_call|>"),
+        ("<|turn>user\n<|channel>thought\n<turn|>\n<|turn>model\n", "No channel, {a:1}<turn|>"),
+        ("<|tool_response>response:f{value:1}<tool_response|>", "<|channel>thought\nSo\n<channel|>Yes"),
+        ("<|turn>model\n", '<|tool_call>call:f{s:<|"|>it\'s "a:b,c}" \\<|"|>,m:{k:[[],{}],v:<|"|><|"|>}}<tool_call|>'),
+    )),
     (LINES, "<bot2>", "[think]a [/think] b[/think]\n\nHi call f:\nn=3\no = x y\nz\n\ncall g:\n<end>"),
     (LINES, "<bot>[think]", "a[/think]\n b"),
     (LIST, "<bot>x<bot7>", 'A TOOLS[{"call": "f", "with": {"n": "7"}}, {"call": "g", "with": {}}]END'),

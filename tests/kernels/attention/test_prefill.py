@@ -130,7 +130,7 @@ def test_wrong_arguments_are_named(make, cache, device):
         dispatch.paged_attention_prefill(q, k, pages.v, tables, starts, pages.lens, 1.0)
 
     raises("unsupported number of query heads; expected a multiple of 2", call, make(20, 3, 64, dtype=torch.float32))
-    with pytest.raises(InputError, match="unsupported head size; expected one of 64, 80, 96, 112, 128, 192, 256; found 32"):
+    with pytest.raises(InputError, match="unsupported head size; expected one of 64, 80, 96, 112, 128, 192, 256, 512; found 32"):
         call(make(20, 4, 32, dtype=torch.float32))
     raises("query_starts: wrong shape", call, make(20, 4, 64, dtype=torch.float32), starts[:1])
     raises("block_tables: wrong dtype", call, make(20, 4, 64, dtype=torch.float32), tables=pages.tables.long())

@@ -141,7 +141,7 @@ def test_no_tokens_and_wrong_arguments(make, device):
     with pytest.raises(InputError, match=r"k_pages: wrong dtype; expected torch\.float8_e4m3fn"):
         kernel.qk_norm_rope_kv_write(qkv, cos_sin, slots, slots, pages, pages, 2, 1, k_scales=scales, v_scales=scales)
     narrow = make(1, 16, 1, 32, dtype=torch.float32)
-    with pytest.raises(InputError, match="unsupported head size; expected one of 64, 80, 96, 112, 128, 192, 256; found 32"):
+    with pytest.raises(InputError, match="unsupported head size; expected one of 64, 80, 96, 112, 128, 192, 256, 512; found 32"):
         kernel.qk_norm_rope_kv_write(qkv, cos_sin, slots, slots, narrow, narrow, 2, 1)
 
 

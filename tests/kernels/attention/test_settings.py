@@ -1,9 +1,9 @@
 """Every size of heads and every setting of a layer, in all kernels of a step, against fp64.
 
 Catches: channels past the end of a head that are loaded, stored or counted by the norm; rotation by halves of D instead of R;
-channels that should not be rotated, or not be normalized; a scale of q that is K's or another token's; a gate of another head or
-token, applied to one KV split or twice, or left out by one of the kernels; raw heads that are not contiguous; a sink of
-another head, in another base, or added for each KV split."""
+channels that should not be rotated, or not be normalized; V that is not normalized, or is K after its norm or rotation; a scale
+of q that is K's or another token's; a gate of another head or token, applied to one KV split or twice, or left out by one of the
+kernels; raw heads that are not contiguous; a sink of another head, in another base, or added for each KV split."""
 
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ SPLIT, PAGE, EPS = 64, 16, 1e-3
 
 
 class Setting(NamedTuple):
-    """R: rotated channels. norm: "weights", "plain" (without weights) or None."""
+    """R: rotated channels. norm: "weights", "plain" (without weights) or None. v: "norm", "k" (made from k) or "k norm"."""
 
     D: int
     R: int
@@ -33,6 +33,7 @@ class Setting(NamedTuple):
     q_scales: bool = False
     gate: bool = False
     sinks: bool = False
+    v: str = ""
 
 
 SETTINGS = [
@@ -41,7 +42,9 @@ SETTINGS = [
     Setting(112, 112, 7, 1, "weights", gate=True), Setting(128, 0, 6, 2, None, q_scales=True),
     Setting(128, 64, 8, 1, "weights", q_scales=True, gate=True), Setting(192, 128, 3, 1, "weights"),
     Setting(192, 2, 3, 1, None, gate=True), Setting(256, 64, 8, 1, "weights", gate=True),
-    Setting(256, 256, 2, 2, "plain", q_scales=True), Setting(64, 64, 8, 1, "plain", sinks=True),
+    Setting(256, 256, 2, 2, "plain", q_scales=True), Setting(512, 512, 8, 1, "weights", gate=True, v="k norm"),
+    Setting(256, 256, 4, 2, "weights", v="norm"), Setting(64, 64, 4, 2, "weights", v="k norm"), Setting(128, 128, 2, 1, v="k"),
+    Setting(64, 64, 8, 1, "plain", sinks=True),
     Setting(128, 32, 6, 2, "plain", gate=True, sinks=True),
 ]  # fmt: skip
 STEPS = {  # cached tokens with the new ones, new tokens
@@ -54,6 +57,7 @@ STEPS = {  # cached tokens with the new ones, new tokens
 
 def name(setting):
     on = [setting.norm or "", "scaled" if setting.q_scales else "", "gate" if setting.gate else "", "sinks" * setting.sinks]
+    on += [setting.v.replace(" ", "-")]
     return "-".join([f"D{setting.D}-R{setting.R}-{setting.Nq}:{setting.Nkv}", *filter(None, on)])
 
 
@@ -76,7 +80,7 @@ def problem(setting, step, dtype, fp8, make, cache, nan, device):
     D, R, Nq, Nkv, *_ = setting
     lens, new = STEPS[step]
     sinks = make(Nq, dtype=dtype, scale=2.0) if setting.sinks else None
-    T, width = sum(new), (Nq + 2 * Nkv) * D
+    T, width = sum(new), (Nq + (1 if "k" in setting.v else 2) * Nkv) * D
     pages = cache(lens, Nkv, D, PAGE, dtype)
     positions = torch.cat([torch.arange(n - m, n, device=device).clamp_min(0) for n, m in zip(lens, new, strict=True)])
     row = torch.arange(len(lens), device=device).repeat_interleave(torch.tensor(new, device=device))
@@ -90,7 +94,7 @@ def problem(setting, step, dtype, fp8, make, cache, nan, device):
     norms = (make(D, dtype=dtype), make(D, dtype=dtype)) if setting.norm == "weights" else (None, None)
     cos_sin = make(max(lens), R, dtype=torch.float32) if R else None
     q_scales = make(max(lens), dtype=torch.float32).abs() + 0.5 if setting.q_scales else None
-    rope = Rope(cos_sin, *norms, EPS, setting.norm is not None, q_scales)
+    rope = Rope(cos_sin, *norms, EPS, setting.norm is not None, q_scales, "norm" in setting.v, "k" in setting.v)
     for x in (pages.k, pages.v):
         x.view(-1, Nkv, D)[slots[exists]] = torch.nan
     kv = KVPages(pages.k, pages.v)
@@ -120,7 +124,9 @@ def check(setting, step, a, agrees):
     lens, new = STEPS[step]
     D, _, Nq, Nkv, *_ = setting
     kept = a.slots >= 0
-    raw = a.heads.reshape(len(a.heads), -1, D)[kept].split((Nq, Nkv, Nkv), 1)
+    raw = list(a.heads.reshape(len(a.heads), -1, D)[kept].split((Nq, Nkv, Nkv)[: 2 if "k" in setting.v else 3], 1))
+    v = raw[1] if "k" in setting.v else raw[2]
+    v, v64 = (reference.rms_norm(x, None, EPS) if "norm" in setting.v else x for x in (v, v.double()))
     narrow = turned(setting, a.rope, a.positions[kept], *raw[:2])
     exact = turned(setting, wide(a.rope), a.positions[kept], *(x.double() for x in raw[:2]))
     out = attention(a)
@@ -128,9 +134,10 @@ def check(setting, step, a, agrees):
     written = [x[a.slots[kept]] for x in stored]
     if a.pages.k_scale is None:
         agrees(written[0].to(a.heads.dtype), narrow[1], exact[1])
-        assert torch.equal(written[1].to(a.heads.dtype), raw[2])
+        agrees(written[1].to(a.heads.dtype), v, v64)
+        assert "norm" in setting.v or torch.equal(written[1].to(a.heads.dtype), v)
     else:  # half a step of e4m3, and what rounding to the heads' dtype before it may add
-        for x, truth in zip(written, (exact[1], raw[2].double()), strict=True):
+        for x, truth in zip(written, (exact[1], v64), strict=True):
             top = truth.abs().amax(-1, keepdim=True)
             assert ((x - truth).abs() <= truth.abs() / 15 + top / 2**17 + top * torch.finfo(a.heads.dtype).eps * 4).all()
     q, q64 = (torch.full_like(a.out, torch.nan, dtype=x.dtype) for x in (narrow[0], exact[0]))
@@ -270,4 +277,15 @@ def test_hopper_decodes_every_setting(setting, step, half_dtype, make, cache, na
     a = problem(setting, step, half_dtype, False, make, cache, nan, device)
     if step != "few" and torch.cuda.get_device_capability(device)[0] == 9:
         assert regime(DECODE, a.num_seqs, a).kernel == "decode_sm90"
+    check(setting, step, a, agrees)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("step", ["decode", "mixed"])
+@pytest.mark.parametrize("setting", [s for s in SETTINGS if s.v and s.D <= 256], ids=name)
+def test_hopper_makes_v(setting, step, make, cache, nan, agrees, device):
+    """Catches V that is normalized in the pages and not in the sum, or the other way round, and sums of another head's K."""
+    a = problem(setting, step, torch.float16, False, make, cache, nan, device)
+    assert regime(DECODE, a.num_seqs, a).kernel == "decode_sm90"
     check(setting, step, a, agrees)

@@ -357,19 +357,39 @@ def attention_windows(calls: Calls) -> None:
             ))  # fmt: skip
 
 
+def attention_wide(calls: Calls) -> None:
+    """Heads of 512 channels whose V is their K, as in Gemma 4, in steps of every kind, on 16-bit and FP8 pages."""
+    empty, ints, (Nq, Nkv, D) = calls.empty, calls.ints, (32, 4, 512)
+    for fp8 in (False, True):
+        pages = empty(8, PAGE, Nkv, D, like=torch.float8_e4m3fn if fp8 else None)
+        scale = empty(8, PAGE, Nkv, like=torch.float32) if fp8 else None
+        for T, starts, most in ((2, None, None), (600, 9, None), (16, 9, 2)):
+            B, slots = T if starts is None else starts - 1, ints(T, like=torch.int64)
+            sequences = Sequences(ints(B, 40), ints(B), ints(B + 1), None if starts is None else ints(starts))
+            rope_and_norm = Rope(empty(4096, D, like=torch.float32), empty(D), empty(D), normalize_v=True, v_is_k=True)
+            attention.attention(AttentionInput(
+                empty(T, (Nq + Nkv) * D), KVPages(pages, pages, scale, scale), sequences, Scores(1.0), empty(T, Nq, D),
+                rope_and_norm, slots, slots, calls.workspace, 2 * B, max_query_len=most, pdl=calls.pdl,
+            ))  # fmt: skip
+
+
 # Experts, hidden size, width of an expert, steps: Qwen3-30B-A3B with each height of tiles, and a width that no tile divides.
 MIXTURES = ((128, 2048, 768, (1, 3, 9, 40, 200, 400, 800, 1100)), (60, 2052, 700, (1, 1000)))
 
 
 def experts_16(calls: Calls) -> None:
-    """Mixtures of experts with weights of the activations' dtype (16 or 32 bits), and the router."""
+    """Mixtures of experts with weights of the activations' dtype and the router; one has factors, no residual."""
     empty, pdl = calls.empty, calls.pdl
     for many, hidden, inter, steps in MIXTURES:
         gate_up, down, norm_weight = empty(many, 2 * inter, hidden), empty(many, hidden, inter), empty(hidden)
+        factors = empty(many) if many == 60 else None
         for T in steps:
             h = empty(T, hidden)
             parts = moe.router_logits(h, norm_weight, 1e-6, empty(many, hidden), 8, pdl=pdl)
-            moe.mixture_residual(h, parts, gate_up, down, h, 8, True, "silu", norm_weight=norm_weight, pdl=pdl)
+            moe.mixture_residual(
+                h, parts, gate_up, down, h if factors is None else None, 8, True, "silu", norm_weight=norm_weight,
+                factors=factors, pdl=pdl,
+            )  # fmt: skip
 
 
 def experts_fp8(calls: Calls) -> None:
@@ -584,6 +604,8 @@ def families(cc: int, dtype: torch.dtype) -> dict[str, Callable[[Calls], None]]:
     if cc >= 89:
         known |= {"linear-fp8": linear_fp8, "linear-blocks": linear_blocks}
         known |= {"experts-fp8": experts_fp8, "experts-blocks": experts_blocks}
+    if cc in (89, 90) and dtype.itemsize == 2:
+        known["attention-wide"] = attention_wide
     if cc in (80, 90) and dtype.itemsize == 2:
         known["gpt-oss"] = of_gpt_oss
     if cc == 90 and dtype.itemsize == 2:

@@ -22,7 +22,7 @@ FIRST = {
 FP8 = {("linear-fp8", "linear-blocks"): 6, ("experts-fp8", "experts-blocks"): 12}
 HOPPER = {
     ("linear",): 7, ("linear-fp8",): 6, ("linear-blocks", "linear-three-groups"): 6, ("int4",): 7, ("attention", "step"): 21,
-    ("experts",): 11, ("attention-sizes",): 9,
+    ("experts",): 11, ("attention-sizes",): 9, ("attention-wide",): 7,
     ("attention-windows",): 9, ("experts-fp8",): 10, ("experts-blocks",): 12, ("experts-other-tiles",): 3,
     ("gated-delta", "attention-few", "adapters"): 13, ("experts-int4",): 7, ("sampling",): 13,
     ("gpt-oss",): 21,
@@ -31,7 +31,7 @@ OTHERS = {("linear", "attention"): 12, ("int4", "experts", "gated-delta", "atten
 # float16 has the same kernels as bfloat16: test_emulated.py compiles some for Hopper, and on a GPU they run in both dtypes.
 # float32 has the same kernels on all targets. `IN_FULL` of compile_all.py says which targets compile every launch.
 TARGETS = {
-    (90, "bfloat16"): HOPPER, (80, "bfloat16"): FIRST, (89, "bfloat16"): FP8,
+    (90, "bfloat16"): HOPPER, (80, "bfloat16"): FIRST, (89, "bfloat16"): FP8 | {("attention-wide",): 7},
     (100, "bfloat16"): OTHERS | FP8 | {("sampling",): 13},
     (120, "bfloat16"): OTHERS | {("linear-fp8",): 5, ("sampling",): 13}, (80, "float32"): OTHERS,
 }  # fmt: skip
@@ -137,7 +137,8 @@ def test_compiles_as_meant(cc, dtype, families):
             assert r["stack"] <= (256 if name == "_gemv_int4_kernel" and cc >= 100 else 64), r
         if name == "_decode_few_kernel" and cc == 90:
             # No spills, except in Triton 3.9 with a gate on heads of 256 channels, which takes registers for its addresses.
-            assert r["stack"] <= (64 if r["options"]["D"] == 256 else 0), r
+            # Of 512 channels, the sums of 64 rows take half of the registers.
+            assert r["stack"] <= {256: 64, 512: 384}.get(r["options"]["D"], 0), r
         if "_sm90" in name:
             assert r["tma"] == (name not in ("_gemv_int4_sm90_kernel", "_gemm_int4_small_sm90_kernel")), r
             most = {"_prefill_sm90_kernel": 256, "_decode_sm90_kernel": 32, "_decode_fp8_sm90_kernel": 32}
