@@ -151,7 +151,7 @@ class SamplingParams(Settings):
         acts="logits", option="", request=False)
     lora: str | None = setting(
         "Name of an adapter that the model was loaded with (`LoadOptions.loras`).", check=_name, acts="logits", request=False,
-        option="--adapter", scope="detail")
+        option="--adapter")
     skip_special_tokens: bool = setting(
         "Leave special tokens out of the text.", True, check=switch, group="Output",
         option="--skip-special-tokens/--no-skip-special-tokens")

@@ -297,6 +297,8 @@ def open_model(options: dict[str, Any], quiet: bool, prompts: Sequence[str] = ()
     """
     from minirt.head_start import head_start
 
+    if options.get("loras") and not options.get("merge_lora") and "lora" not in options:
+        raise click.UsageError("--lora NAME=FOLDER: no request of this command names an adapter; use --lora FOLDER --merge")
     warm = [(name, read_text(name, "--warm-prompt")) for name in options.get("warm_prompts") or ()]
     name = model_name(options, quiet)
     with head_start(load_arguments(options, name)):
