@@ -33,14 +33,17 @@ def _rms_norm_kernel(
     t = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_H)
     inside = h < H
-    weight = tl.load(weight_ptr + h, mask=inside, other=0.0)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + h, mask=inside, other=0.0)
     if PDL:
         wait_for_input(EARLY)
     x = tl.load(x_ptr + t * H + h, mask=inside, other=0.0)
     wide = x.to(tl.float32)
     inverse_rms = tl.rsqrt(tl.sum(wide * wide, 0) / H + eps)
     # Round the normalized value to the activation dtype before it is multiplied by the weight, as transformers does.
-    y = (wide * inverse_rms).to(x.dtype) * weight
+    y = (wide * inverse_rms).to(x.dtype)
+    if weight_ptr is not None:
+        y *= weight
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + t * H + h, mask=inside, other=0.0)
         y = (residual.to(tl.float32) + y.to(tl.float32)).to(x.dtype)
@@ -58,13 +61,13 @@ def _rms_norm_kernel(
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, *, early: bool = False, pdl: bool = False,
+    x: Tensor, weight: Tensor | None, eps: float, out: Tensor | None = None, *, early: bool = False, pdl: bool = False,
     check: bool = True,
 ) -> Tensor:  # fmt: skip
     """Rows of `x` [T, H] divided by their root mean square, times `weight` [H] → [T, H]. `out` may be `x`.
 
     With `pdl`, the kernel overlaps with the kernel before it in the stream (sm_90 and later). With `early` as well, the next
-    kernel may start before this one has its input.
+    kernel may start before this one has its input. Without `check`, `weight` may be None: nothing is multiplied.
     """
     if check:
         check_arguments("rms_norm", x=x, weight=weight, out=out)
@@ -106,8 +109,8 @@ def rms_norm_quantize(
 
 
 def _launch(
-    x: Tensor, weight: Tensor, eps: float, out: Tensor, residual: Tensor | None, factor: Tensor | None, scale: Tensor | None,
-    blocks: bool, early: bool, pdl: bool,
+    x: Tensor, weight: Tensor | None, eps: float, out: Tensor, residual: Tensor | None, factor: Tensor | None,
+    scale: Tensor | None, blocks: bool, early: bool, pdl: bool,
 ) -> None:  # fmt: skip
     T, H = x.shape
     if T:

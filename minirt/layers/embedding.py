@@ -45,7 +45,6 @@ class Embedding(Layer):
 
 
 def _scaled(layer: Embedding, x: Tensor) -> Tensor:
-    x = reference.rms_norm(x, None, layer.config.rms_norm_eps) if layer.normalized else x
     if layer.multiplier == 1.0:
         return x
     return x * (torch.tensor(layer.multiplier, dtype=x.dtype, device="cpu").item() if layer.rounded else layer.multiplier)
@@ -54,7 +53,8 @@ def _scaled(layer: Embedding, x: Tensor) -> Tensor:
 @register("embedding", "eager")
 def eager(layer: Embedding) -> Forward:
     def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
-        return _scaled(layer, reference.embedding(batch.input_ids, layer.table.weight))
+        x = reference.embedding(batch.input_ids, layer.table.weight)
+        return _scaled(layer, reference.rms_norm(x, None, layer.config.rms_norm_eps) if layer.normalized else x)
 
     return forward
 
@@ -62,9 +62,11 @@ def eager(layer: Embedding) -> Forward:
 @register("embedding", "triton", unsupported=triton_unsupported, capturable=True, batch_invariant=True)
 def triton(layer: Embedding) -> Forward:
     from minirt.kernels.embedding import embedding
+    from minirt.kernels.norm import rms_norm
 
     def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
-        return _scaled(layer, embedding(batch.input_ids, layer.table.weight, check=False))
+        x = embedding(batch.input_ids, layer.table.weight, check=False)
+        return _scaled(layer, rms_norm(x, None, layer.config.rms_norm_eps, out=x, check=False) if layer.normalized else x)
 
     return forward
 

@@ -22,6 +22,8 @@ def test_against_reference(case, dtype, make, nan, agrees):
     x, weight = make(T, H, dtype=dtype, scale=3.0), make(H, dtype=dtype)
     out = kernel.rms_norm(x, weight, 1e-6, nan(T, H, dtype=dtype))
     agrees(out, reference.rms_norm(x, weight, 1e-6), truth(x, weight, 1e-6))
+    out = kernel.rms_norm(x, None, 1e-6, nan(T, H, dtype=dtype), check=False)
+    agrees(out, reference.rms_norm(x, None, 1e-6), truth(x, torch.ones_like(weight), 1e-6))
 
 
 def test_eps_matters_for_tiny_values_and_zero_rows(make, agrees):
