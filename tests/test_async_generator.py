@@ -31,7 +31,7 @@ class MockModel(Mock):
 
     config = SimpleNamespace(vocab_size=VOCAB, max_context_len=256, sliding_window=None)
     plan, capturable = Plan((), "cpu", "every layer is eager"), False
-    decode_read_bytes = step_state_bytes = 0
+    decode_read_bytes, step_state_bytes, adapters = 0, 0, None
     dtype, weight_bytes, rope_bytes = torch.float32, staticmethod(lambda dtype: 0), staticmethod(lambda length: [])
     device, cache_specs, kv_dtype, max_model_len = torch.device("cpu"), [PagesSpec(1, 1)], torch.float32, 256
 

@@ -46,7 +46,7 @@ BENCHMARKS = sorted(tables.BENCHMARKS.glob("*.md"))
 OTHERS = [*sorted(DOCS.glob("*.md")), DOCS.parent / "CONTRIBUTING.md", DOCS.parent / "examples" / "README.md"]
 # What README.md says of versions and hardware: Python, PyTorch, Triton, compute capabilities, model families, bytes and bits.
 NOT_MEASURED = {"1", "2", "3", "4", "16", "32", "3.1", "3.2"}
-NOT_MEASURED |= {"4090", "5090", "0.5", "1.5", "1.5B"}  # names of GPUs, sizes of models
+NOT_MEASURED |= {"4090", "5090", "0.5", "1.5", "1.5B", "12B", "26B", "31B"}  # names of GPUs, sizes of models
 NOT_MEASURED |= {"2.11", "2.13", "2.14", "3.6", "3.8", "3.11", "3.12", "8.0", "8.9", "10.0", "12.0"}
 
 

@@ -383,7 +383,7 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("llama", {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, ["linear_attention"]),
     ("llama", {"layer_types": ["chunked_attention"] * 3, "sliding_window": 64}, ["chunked_attention"]),
     ("qwen2", {"is_causal": False}, ["is_causal", "embedding model"]),
-    ("mixtral", {}, ["mixtral", "llama", "qwen2", "qwen3", "mistral"]), ("gemma4", {}, ["gemma4", "qwen3"]), ("", {}, ["''"]),
+    ("mixtral", {}, ["mixtral", "llama", "qwen2", "qwen3", "mistral"]), ("gemma3", {}, ["gemma3", "qwen3"]), ("", {}, ["''"]),
 ]  # fmt: skip
 
 

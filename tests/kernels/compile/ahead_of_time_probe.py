@@ -53,6 +53,7 @@ class Counting(CompileOnly):
 
     def __init__(self) -> None:
         super().__init__(90)
+        build._load_module_from_path = import_again
         properties = {"max_shared_mem": 16384}
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: properties, load_binary=self.load, unload_module=lambda module: None
@@ -139,7 +140,6 @@ def overlapping(action) -> list[int]:
 def main() -> None:
     driver.set_active(Counting())
     torch.cuda.device = current
-    build._load_module_from_path = import_again
     triton.knobs.compilation.listener = lambda *, src, **rest: compiled.append(src.fn.__name__)
     run, progress, x, wide = JITFunction.run, [], torch.empty(16), torch.empty(128, 128, dtype=torch.bfloat16)
 
