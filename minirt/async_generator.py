@@ -80,18 +80,19 @@ class AsyncGenerator:
         return call.result()
 
     @overload
-    async def score(self, prompts: Prompt, completions: Prompt, *, priority: int = 0) -> Score: ...
+    async def score(self, prompts: Prompt, completions: Prompt, *, priority: int = 0, lora: str | None = None) -> Score: ...
 
     @overload
     async def score(
-        self, prompts: Prompt | Prompts[AnyPrompt], completions: Prompts[AnyPrompt], *, priority: Priority = 0
-    ) -> list[Score]: ...
+        self, prompts: Prompt | Prompts[AnyPrompt], completions: Prompts[AnyPrompt], *, priority: Priority = 0,
+        lora: str | None = None,
+    ) -> list[Score]: ...  # fmt: skip
 
     async def score(
-        self, prompts: Prompt | Prompts, completions: Prompt | Prompts, *, priority: Priority = 0
+        self, prompts: Prompt | Prompts, completions: Prompt | Prompts, *, priority: Priority = 0, lora: str | None = None
     ) -> Score | list[Score]:
         """The log-probabilities of completions after their prompts, as `Generator.score`."""
-        call = await asyncio.to_thread(self.generator._processor.prepare_scores, prompts, completions, priority)
+        call = await asyncio.to_thread(self.generator._processor.prepare_scores, prompts, completions, priority, lora)
         await self._finish(call)
         return call.scores()
 

@@ -31,7 +31,7 @@ from minirt.modeling.model import Model
 from minirt.outputs import Completion, CompletionStream, Piece, Score
 from minirt.processor import AnyPrompt, Call, Messages, Params, Priority, Processor, Prompt, Prompts, is_single
 from minirt.progress import LoadProgress, prompt_bar
-from minirt.sampling_params import OF_SAMPLING, EffectiveSampling, SamplingParams, resolve
+from minirt.sampling_params import OF_SAMPLING, EffectiveSampling, SamplingParams, adapter_name, resolve
 from minirt.settings import settings_of
 from minirt.sizes import format_size
 from minirt.speculative.proposers import proposer_of
@@ -232,17 +232,20 @@ class Generator:
         return ((piece, stream.completion) for stream, piece in running)
 
     @overload
-    def score(self, prompts: Prompt, completions: Prompt, *, priority: int = 0, progress: bool = False) -> Score: ...
+    def score(
+        self, prompts: Prompt, completions: Prompt, *, priority: int = 0, progress: bool = False, lora: str | None = None
+    ) -> Score: ...
 
     @overload
     def score(
         self, prompts: Prompt | Prompts[AnyPrompt], completions: Prompts[AnyPrompt], *, priority: Priority = 0,
-        progress: bool = False,
+        progress: bool = False, lora: str | None = None,
     ) -> list[Score]: ...  # fmt: skip
 
     def score(
-        self, prompts: Prompt | Prompts, completions: Prompt | Prompts, *, priority: Priority = 0, progress: bool = False
-    ) -> Score | list[Score]:
+        self, prompts: Prompt | Prompts, completions: Prompt | Prompts, *, priority: Priority = 0, progress: bool = False,
+        lora: str | None = None,
+    ) -> Score | list[Score]:  # fmt: skip
         """The log-probability of a completion after a prompt (→ `Score`), or of many in one batch (→ list of `Score`).
 
         Two texts are encoded together, and split after as many tokens as the prompt alone has, without the white space at its
@@ -250,12 +253,12 @@ class Generator:
 
         Args:
             prompts, completions: a text or token ids each, or a list of both; or one prompt with a list of its completions.
-            priority, progress: as in `generate`.
+            priority, progress, lora: as in `generate`.
         Raises:
             InputError, ContextLengthError: a completion has no token, or nothing before it; both are too long together.
         """
         self._engine.wake()
-        call = self._processor.prepare_scores(prompts, completions, priority)
+        call = self._processor.prepare_scores(prompts, completions, priority, lora)
         self._finish(call, progress, "prompt_token_ids")
         return call.scores()
 
@@ -373,12 +376,14 @@ class Generator:
         for it: with `max_lora_rank`, or with `loras` of the same linears.
 
         Raises:
+            InputError: it is no name.
             ConfigError, UnsupportedError, CheckpointError: the adapter is refused.
         """
         adapters = self._engine.engine.adapters
         if adapters is None:
             what, hint = "the model was loaded without adapters", "load it with max_lora_rank=16"
             raise UnsupportedError(what, where="load_lora", hint=hint)
+        adapter_name(name, "name")
         adapter = adapters.read(folder)
         warn_of_base(adapter, self.name)
         self._engine.call(lambda engine: engine.adapters.add(name, adapter))

@@ -186,7 +186,7 @@ class Processor:
             call.results.append(Samples(tokens, outputs) if count > 1 else outputs[0])
             yield i
 
-    def prepare_scores(self, prompts: Any, completions: Any, priority: Any = 0) -> "Call":
+    def prepare_scores(self, prompts: Any, completions: Any, priority: Any = 0, lora: str | None = None) -> "Call":
         """The requests that score completions after their prompts; see `Generator.score`. `Call.scores` has the results."""
         if single := is_single(prompts) and is_single(completions):
             completions = [completions]
@@ -202,7 +202,7 @@ class Processor:
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             with inside(f"prompts[{i}]" if len(prompts) > 1 else None):
                 pairs.append(self.encode_pair(prompt, completion))
-        params = SamplingParams(max_tokens=0, temperature=0, prompt_logprobs=1)
+        params = SamplingParams(max_tokens=0, temperature=0, prompt_logprobs=1, lora=lora)
         call = self.prepare([tokens for tokens, _ in pairs], params, priority, single=False)
         call.single = single
         leaders: dict[tuple[int, ...], int] = {}  # by prompt: the request that computes it for all

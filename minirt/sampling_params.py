@@ -4,6 +4,7 @@ Imports no torch, so that `from minirt import SamplingParams` is fast.
 """
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -65,9 +66,11 @@ def _structured(value: Any, place: str, error: type[MinirtError], hint: str | No
         raise refused.at(f"{place}{str(refused.where).removeprefix('StructuredOutputsParams')}") from refused
 
 
-def _name(value: Any, place: str, error: type[MinirtError], hint: str | None = None) -> str:
-    if not isinstance(value, str) or not value:
-        raise error("not a name", where=place, expected="the name of an adapter", found=quoted(value, 80), hint=hint)
+def adapter_name(value: Any, place: str, error: type[MinirtError] = InputError, hint: str | None = None) -> str:
+    """The name of a LoRA adapter, checked."""
+    if not isinstance(value, str) or re.fullmatch(r"[\w.:@/ -]{1,200}", value) is None:
+        expected = "up to 200 letters, digits, blanks and any of . : @ / _ -"
+        raise error("not a name of an adapter", where=place, expected=expected, found=quoted(value, 80), hint=hint)
     return value
 
 
@@ -150,8 +153,8 @@ class SamplingParams(Settings):
         "Factors of the edits that the model was loaded with (`LoadOptions.edits`), by their names.", check=steering, unset={},
         acts="logits", option="", request=False)
     lora: str | None = setting(
-        "Name of an adapter that the model was loaded with (`LoadOptions.loras`).", check=_name, acts="logits", request=False,
-        option="--adapter")
+        "Name of an adapter that the model was loaded with (`LoadOptions.loras`).", check=adapter_name, acts="logits",
+        request=False, option="--adapter")
     skip_special_tokens: bool = setting(
         "Leave special tokens out of the text.", True, check=switch, group="Output",
         option="--skip-special-tokens/--no-skip-special-tokens")

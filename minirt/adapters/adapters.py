@@ -23,6 +23,7 @@ from minirt.kernels.adapters.operands import AdapterWeights, tiles_of
 from minirt.layers.base import BUILT_IN
 from minirt.modeling.model import Model
 from minirt.modeling.parameters import PackedLinear
+from minirt.sampling_params import adapter_name
 
 
 @dataclass(eq=False, slots=True)  # without a `__dict__`: no guard of CUDA graphs looks at its tensors, which are on the host
@@ -121,7 +122,12 @@ class Adapters:
         return adapter
 
     def add(self, name: str, adapter: Adapter) -> None:
-        """Requests may name it from now on; one of the same name is replaced, for requests that come later."""
+        """Requests may name it from now on; one of the same name is replaced, for requests that come later.
+
+        Raises:
+            InputError: it is no name.
+        """
+        adapter_name(name, "name")
         linears = {
             module: linear._replace(a=self._on_host(linear.a), b=self._on_host(linear.b))
             for module, linear in adapter.linears.items()

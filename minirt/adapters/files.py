@@ -96,7 +96,12 @@ def read_adapter(folder: str | Path, shapes: Mapping[str, tuple[int, int]], save
         ConfigError, UnsupportedError: its config.
         CheckpointError: a tensor is missing, unexpected, misshapen or damaged.
     """
+    if not isinstance(folder, str | Path):
+        raise ConfigError("not a folder", where="adapter", expected="a text or a Path", found=quoted(folder, 80))
     folder = Path(folder).expanduser()
+    if not folder.is_dir():
+        what, hint = "there is no such folder of an adapter", "adapters are not downloaded: a name of the Hub is not taken"
+        raise ConfigError(what, where=str(folder), expected=f"a folder with {CONFIG} and {WEIGHTS}", hint=hint)
     file, entries = folder / WEIGHTS, dict[str, Entry]()
     config = read_json(folder / CONFIG, limit=_MAX_CONFIG, error=ConfigError)
     place = str(folder / CONFIG)

@@ -46,7 +46,7 @@ Way = tuple[str, dict[str, Any]]  # how to make a model fit, in words, and the l
 # Values of a weight. An H200 reads this number of bytes in less than 1 µs; a kernel that rounds the input to FP8 takes 1.6 µs.
 _SMALL = 4 << 20
 _OTHER_FAMILIES = (  # names that users try
-    "gemma-2", "gemma-3", "gemma-4-e", "mixtral", "gpt-oss", "phi-2", "glm-", "deepseek-v", "falcon", "gpt2",
+    "gemma-2", "gemma-3", "gemma-4-e2b", "gemma-4-e4b", "mixtral", "phi-2", "glm-", "deepseek-v", "falcon", "gpt2",
 )  # fmt: skip
 _QKV, _MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
 _DTYPE_NAMES = {

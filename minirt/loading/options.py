@@ -3,14 +3,13 @@
 Imports no torch.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minirt.errors import ConfigError, InputError, MinirtError, UnsupportedError, inside, quoted
-from minirt.sampling_params import OF_SAMPLING
-from minirt.settings import Integer, Number, Settings, one_of, setting, settings_of, texts
+from minirt.sampling_params import OF_SAMPLING, adapter_name
+from minirt.settings import Integer, Number, Settings, one_of, setting, settings_of, switch, texts
 from minirt.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -51,19 +50,22 @@ def _share(value: Any, place: str, error: type[MinirtError], hint: str | None = 
 def _folders(given: Any, merge: bool) -> dict[str, str]:
     """Folders of adapters by name. "NAME=FOLDER" → {NAME: FOLDER}; one to be merged has the name ""."""
     if isinstance(given, Mapping):
-        pairs = [(name, str(folder)) for name, folder in given.items()]
-    elif merge:
-        pairs = [("", text) for text in texts("folders")(given, "--lora", ConfigError)]
+        pairs = list(given.items())
     else:
-        split = [text.partition("=") for text in texts("adapters")(given, "--lora", ConfigError)]
-        pairs = [(name, folder) for name, _, folder in split]
+        listed = texts("folders" if merge else "adapters, or a mapping")(given, "--lora", ConfigError)
+        pairs = [("", text) if merge or "=" not in text else (text.partition("=")[0], text.partition("=")[2]) for text in listed]
     for name, folder in pairs:
-        if not folder or (bool(name) == merge) or not isinstance(name, str) or re.fullmatch(r"[\w.:@/ -]{0,200}", name) is None:
-            expected = "a folder with --merge, else NAME=FOLDER, the name of letters, digits and any of . : @ / _ -"
-            raise ConfigError("not an adapter", where="--lora", expected=expected, found=quoted(f"{name}={folder}", 80))
+        if not isinstance(folder, str | Path) or not str(folder) or (name == "") != merge:
+            expected = "one folder, without a name, to be merged" if merge else "NAME=FOLDER, or with --merge FOLDER"
+            shown = folder if name == "" else f"{name}={folder}"
+            raise ConfigError("not an adapter", where="--lora", expected=expected, found=quoted(shown, 80))
+        if not merge:
+            adapter_name(name, "--lora", ConfigError)
+    if merge and len(pairs) > 1:
+        raise ConfigError("one adapter can be merged", where="--merge", expected="one --lora FOLDER", found=len(pairs))
     if len(dict(pairs)) < len(pairs):
         raise ConfigError("two adapters have one name", where="--lora", found=quoted([name for name, _ in pairs], 80))
-    return dict(pairs)
+    return {name: str(folder) for name, folder in pairs}
 
 
 class LoadOptions(Settings):
@@ -151,9 +153,10 @@ class LoadOptions(Settings):
         scope="memory", engine=True, details="Never more than `kv_cache_memory` leaves.")
     batch_invariant: bool = setting(
         "A request's tokens and log-probabilities do not depend on other requests, chunks, cached prefixes or drafts, to the "
-        "last bit.", False, scope="model",
-        details="On a GPU, for models of attention and MLP layers in 16 or 32 bits, or in FP8. Others are refused. Steps take "
-        "about a tenth longer.", elsewhere={"vLLM": "VLLM_BATCH_INVARIANT", "SGLang": "enable_deterministic_inference"})
+        "last bit.", False, scope="model", check=switch,
+        details="On a GPU, for models of attention (heads of at most 256 channels) and MLP layers in 16 or 32 bits, or in FP8. "
+        "Others are refused. Steps take longer.",
+        elsewhere={"vLLM": "VLLM_BATCH_INVARIANT", "SGLang": "enable_deterministic_inference"})
     max_step_ms: float = setting(
         "On a GPU: milliseconds that a step may spend on prompts while other requests decode; 0: no limit.", 60.0,
         check=Number(0, text="milliseconds, or 0 for any time"), scope="load", engine=True,
@@ -189,7 +192,7 @@ class LoadOptions(Settings):
         scope="memory", group="Model")
     max_lora_rank: int | None = setting(
         "Largest rank of adapters that are loaded later, of any linear layer.", check=Integer(1, 256), scope="memory",
-        group="Model", details="None: there is room for linears and ranks of `loras` alone.",
+        group="Model", details="Rounded up to a multiple of 16. None: there is room for linears and ranks of `loras` alone.",
         option_help="Largest rank of adapters that are loaded later, of any linear layer. Default: room for --lora alone.")
     speculative: "SpeculativeOptions | Proposer | None" = setting(
         "Speculative decoding: propose up to k tokens and verify them in one step. The distribution of the output stays the "
@@ -215,7 +218,8 @@ class LoadOptions(Settings):
             raise ConfigError("an adapter is merged into the weights of a checkpoint", where="--merge", expected=expected)
         if self.batch_invariant and not self.merge_lora and (self.loras or self.max_lora_rank is not None):
             what, hint = "adapters per request depend on other requests in their last bits", "use --merge"
-            raise UnsupportedError(what, where="--batch-invariant", expected="no --lora beside it", found="--lora", hint=hint)
+            expected = "neither --lora nor --max-lora-rank beside it"
+            raise UnsupportedError(what, where="--batch-invariant", expected=expected, hint=hint)
         if self.state_cache_memory and not self.prefix_cache:
             what, expected = "there is no prefix cache to keep states for", "none with --no-prefix-cache"
             raise ConfigError(what, where="--state-cache-memory", expected=expected, found=self.state_cache_memory)

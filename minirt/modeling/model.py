@@ -190,7 +190,7 @@ class Model:
         if reason is not None:
             raise UnsupportedError(f"{wanted} cannot run {layer.name}: {reason}", where=why)
         if self.batch_invariant:
-            _check_invariance(layer, chosen)
+            _check_invariance(layer, chosen, why)
         if not isinstance(self.device, AbsentGPU):  # there, Triton would be imported for nothing, and need not be installed
             layer.bind(chosen)
         return wanted, why
@@ -244,13 +244,13 @@ class Model:
         return x
 
 
-def _check_invariance(layer: Layer, chosen: Implementation) -> None:
-    """Refuse a layer whose results may depend on what else a step computes."""
+def _check_invariance(layer: Layer, chosen: Implementation, why: str) -> None:
+    """Refuse a layer whose results may depend on what else a step computes. why: this implementation was chosen."""
     other = next((p.format for p in layer.parameters() if p.format is not None and not p.format.batch_invariant), None)
     if chosen.batch_invariant and other is None:
         return
-    what = f"implementation {chosen.name!r} of a layer of kind {layer.kind!r}" if other is None else f"weights in {other.name}"
-    expected = "layers and formats that declare one order of sums for any number of tokens"
+    what = f"implementation {chosen.name!r} ({why})" if other is None else f"weights in {other.name}"
+    expected = "attention and MLP layers on a GPU, or layers that declare it, in 16 or 32 bits or FP8"
     raise UnsupportedError(f"{layer.name}: {what} cannot be batch-invariant", where="--batch-invariant", expected=expected)
 
 

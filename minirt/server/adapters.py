@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from minirt.errors import MinirtError
+from minirt.errors import InputError, MinirtError
+from minirt.sampling_params import adapter_name
 from minirt.server.errors import HTTPError, bad_field
 from minirt.server.exchange import Exchange
 from minirt.server.front import Front
@@ -25,8 +26,12 @@ class UnloadRequest(msgspec.Struct, kw_only=True):
 
 async def load(front: Front, exchange: Exchange) -> dict[str, Any]:
     request = decode(front, exchange, await _body(front, exchange), LoadRequest)
-    if not request.lora_name or not request.lora_name.isprintable() or request.lora_name in front.options.names:
-        raise bad_field("lora_name", "not a name for an adapter", found=request.lora_name[:80])
+    try:
+        adapter_name(request.lora_name, "lora_name")
+    except InputError as error:
+        raise bad_field("lora_name", error.what, expected=error.expected, found=request.lora_name[:80]) from error
+    if request.lora_name in front.options.names:
+        raise bad_field("lora_name", "the server's model has this name", found=request.lora_name[:80])
     if request.lora_name in front.loras and not request.load_inplace:
         raise bad_field("lora_name", "there is an adapter of this name", hint="unload it, or set load_inplace")
     return await _change(front, request.lora_name, await front.in_thread(_folder, front, request.lora_path))

@@ -69,7 +69,7 @@ def test_quantization_comes_after(folder, tmp_path):
 def test_what_merging_refuses(folder, tmp_path):
     """Catches two adapters in one model, and a merge into random weights."""
     for options, words in (
-        ({"loras": ["a", "b"]}, "two adapters"),
+        ({"loras": ["a", "b"]}, "one adapter can be merged"),
         ({"loras": "a", "random_weights": True}, "into the weights"), ({}, "into the weights"),
         ({"loras": {"name": "a"}}, "not an adapter"),
     ):  # fmt: skip

@@ -165,6 +165,14 @@ def test_what_is_refused(hf_folder, tmp_path):
         with pytest.raises(MinirtError, match="no room for adapters of this linear"):
             generator.load_lora("b", other)
         assert "adapters" in str(generator.memory.rows())
+        for name, place, words in ((4, some["a"], "not a name"), ("a=c", some["a"], "not a name"), ("c", None, "not a folder"),
+                                   ("c", tmp_path / "nowhere", "no such folder")):  # fmt: skip
+            with pytest.raises(MinirtError, match=words):
+                generator.load_lora(name, place)
+        assert generator.loras == ["a"]
+    for loras in ({"x": None}, {"": some["a"]}, "a", {"a=b": some["a"]}):
+        with pytest.raises(MinirtError, match=r"not an adapter|not a name"):
+            Generator.from_pretrained(folder, loras=loras)
     from minirt.layers import register
     from minirt.layers.base import _REGISTRY, implementation
 

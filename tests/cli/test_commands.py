@@ -754,7 +754,7 @@ def test_an_unknown_model_is_told_what_there_is(run):
 
 @pytest.mark.parametrize(("name", "family"), [
     ("gemma-3-4b", "gemma-3"), ("Mixtral-8x7B-v0.1", "mixtral"), ("google/gemma-3-4b-it", "gemma-3"),
-    ("google/gemma-4-E4B-it", "gemma-4-e"),
+    ("google/gemma-4-E4B-it", "gemma-4-e4b"),
 ])  # fmt: skip
 def test_a_model_of_a_family_that_is_not_supported(run, monkeypatch, name, family):
     """Mixtral was answered with "did you mean Mistral-7B?", and Gemma with how to name a model. What runs is said, too."""
