@@ -154,7 +154,7 @@ class SamplingParams(Settings):
         acts="logits", option="", request=False)
     lora: str | None = setting(
         "Name of an adapter that the model was loaded with (`LoadOptions.loras`).", check=adapter_name, acts="logits",
-        request=False, option="--adapter")
+        request=False, option="--adapter", option_help="Name of an adapter of --lora. Default: the model alone.")
     skip_special_tokens: bool = setting(
         "Leave special tokens out of the text.", True, check=switch, group="Output",
         option="--skip-special-tokens/--no-skip-special-tokens")

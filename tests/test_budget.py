@@ -32,7 +32,7 @@ BUDGET = {
     "minirt/server": 2_924,  # `/ready`; `reasoning_strength`; adapters: names, loading them
     "minirt/text": 2_736,  # addressed messages and calls of Muse-Glimmer; harmony; channels of Gemma 4
     "minirt/structured": 1_200,  # grammars after the header of a message
-    "minirt/cli": 2_818,  # `minirt profile`; presets with one release
+    "minirt/cli": 2_820,  # `minirt profile`; presets with one release
     "minirt/nn": 367,
     "minirt/patching": 629,
     "bench": 6_157,

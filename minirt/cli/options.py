@@ -299,6 +299,8 @@ def open_model(options: dict[str, Any], quiet: bool, prompts: Sequence[str] = ()
 
     if options.get("loras") and not options.get("merge_lora") and "lora" not in options:
         raise click.UsageError("--lora NAME=FOLDER: no request of this command names an adapter; use --lora FOLDER --merge")
+    if options.get("loras") and not options.get("merge_lora") and options["lora"] is None and not quiet:
+        note("no --adapter: requests that name none use the model alone")
     warm = [(name, read_text(name, "--warm-prompt")) for name in options.get("warm_prompts") or ()]
     name = model_name(options, quiet)
     with head_start(load_arguments(options, name)):
