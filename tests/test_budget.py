@@ -32,12 +32,12 @@ BUDGET = {
     "minirt/server": 2_924,  # `/ready`; `reasoning_strength`; adapters: names, loading them
     "minirt/text": 2_736,  # addressed messages and calls of Muse-Glimmer; harmony; channels of Gemma 4
     "minirt/structured": 1_200,  # grammars after the header of a message
-    "minirt/cli": 2_820,  # `minirt profile`; presets with one release
+    "minirt/cli": 2_823,  # `minirt profile`; presets with one release
     "minirt/nn": 367,
     "minirt/patching": 629,
     "bench": 6_157,
     "examples": 249,  # logit lens, linear probe, steering vector, a profile, a bad layer
-    "tests": 41_472,  # windows against transformers, eight families; addressed messages; adapters; MXFP4, gpt-oss, Gemma 4
+    "tests": 41_473,  # windows against transformers, eight families; addressed messages; adapters; MXFP4, gpt-oss, Gemma 4
     "minirt/adapters": 447,  # LoRA: files, merging, places on the device, rows
 }
 

@@ -32,7 +32,7 @@ def start(ctx: click.Context, repeats: int, **options: Any) -> None:
     from minirt.bench.start import markdown, run
     from minirt.device import pick_device
 
-    shared.to_load_options(options, name)  # checks them, before any start
+    shared.for_measuring(shared.to_load_options(options, name))  # checks them, before any start
     device, arguments = pick_device(options["device"]), shared.load_arguments(options, name)
     rows = run(arguments, options["imports"], repeats, progress_of(options))
     about = machine("start", device, words_of(ctx), None) | {"model": name, "quantization": arguments["quantization"]}

@@ -51,6 +51,7 @@ NUMBERS_OR_0 = Parsed("N,N,…", lambda text: () if text.strip() == "0" else _nu
 RANGE = Parsed("LOW:HIGH", _range)  # "32:512" → (32, 512), and "64" → (64, 64)
 
 _load_options = partial(options_of, LoadOptions, title="Memory and speed")
+_NO_ADAPTER = "--lora NAME=FOLDER: no request of this command names an adapter; use --lora FOLDER --merge"
 model_option = option_of(LoadOptions, "model", "Model", envvar="MINIRT_MODEL", default=None, show_default=False)
 model_options = option_group(
     "Model",
@@ -254,7 +255,10 @@ def to_load_options(options: dict[str, Any], name: str, **changes: Any) -> "Load
 
 
 def for_measuring(load: "LoadOptions") -> "LoadOptions":
-    """Options with a full warm-up in place of a lazy one, which would go on between the steps that are measured."""
+    """Options with a full warm-up in place of a lazy one, which would go on between the steps that are measured. Refuses
+    adapters, which no request that is measured names."""
+    if load.loras and not load.merge_lora:
+        raise click.UsageError(_NO_ADAPTER)
     return replace(load, warm_up="full") if load.warm_up == "lazy" else load
 
 
@@ -298,7 +302,7 @@ def open_model(options: dict[str, Any], quiet: bool, prompts: Sequence[str] = ()
     from minirt.head_start import head_start
 
     if options.get("loras") and not options.get("merge_lora") and "lora" not in options:
-        raise click.UsageError("--lora NAME=FOLDER: no request of this command names an adapter; use --lora FOLDER --merge")
+        raise click.UsageError(_NO_ADAPTER)
     if options.get("loras") and not options.get("merge_lora") and options["lora"] is None and not quiet:
         note("no --adapter: requests that name none use the model alone")
     warm = [(name, read_text(name, "--warm-prompt")) for name in options.get("warm_prompts") or ()]

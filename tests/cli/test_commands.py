@@ -832,7 +832,8 @@ def test_fp8_reaches_the_model(run, folder):
     refused(run("generate", "-m", folder, "--no-fp8-head", "hello"), "--no-quantize-head: needs --quantize", code=2)
     refused(run("generate", "-m", folder, "--random-weights", "--check-weights", "hello"), "no checkpoint to check", code=2)
     refused(run("generate", "-m", folder, "--fp8", "--quantize", "int4", "hello"), "exclude each other", code=2)
-    refused(run("score", "-m", folder, "--lora", "a=b", "x", "y"), "no request of this command names an adapter", code=2)
+    for command in (("score", "x", "y"), ("profile",), ("bench", "speed"), ("bench", "throughput"), ("bench", "start")):
+        refused(run(*command, "-m", folder, "--lora", "a=b"), "no request of this command names an adapter", code=2)
     refused(run("generate", "-m", folder, "--quantize", "int3", "hello"), "--quantize", "int3", code=2)
     refused(run("generate", "-m", folder, "--kv-cache-dtype", "int8", "hello"), "--kv-cache-dtype", "auto or fp8", code=2)
 
