@@ -30,7 +30,7 @@ from minirt.kernels.gated_delta import dispatch as gated_delta
 from minirt.kernels.gated_delta.operands import GatedDeltaSequences, GatedDeltaState, GatedDeltaWeights
 from minirt.kernels.linear import dispatch as linear
 from minirt.kernels.linear import gemm, gemm_sm90
-from minirt.kernels.linear.product import Epilogue, Product
+from minirt.kernels.linear.product import Epilogue, Product, TokenAdapter
 from minirt.kernels.moe import dispatch as moe
 from minirt.kernels.moe import experts_sm90, route
 from minirt.kernels.moe.mixture import SharedOutput
@@ -563,10 +563,10 @@ def all_adapters(calls: Calls) -> None:
             tiles = torch.tensor(tiles_of(parts), dtype=torch.int32)
             weights = AdapterWeights(empty(places, P, R, K), empty(places, N, R), *factors, ints(N), tiles)
             norm, activation = (empty(K), "silu") if P == 2 else (None, None)
-            add.add_adapters(empty(T, K), weights, groups, empty(T, N), norm, 1e-6, activation, pdl=calls.pdl)
+            x, given = empty(T, K), {"workspace": calls.workspace, "pdl": calls.pdl}
+            add.add_adapters(x, weights, groups, empty(T, N), norm, 1e-6, activation, marks=ints(count), pdl=calls.pdl)
             if T == 1:
-                x, given = empty(1, K), {"workspace": calls.workspace, "pdl": calls.pdl}
-                given["adapter"] = add.expansion(x, weights, groups, norm, pdl=calls.pdl)
+                given["adapter"] = TokenAdapter(weights.a, weights.b, factors[0], ints(N), groups.tiles, ints(P * R), P)
                 if activation is None:
                     linear.linear_residual(x, empty(N, K), empty(1, N), **given)
                 else:
