@@ -1,4 +1,4 @@
-"""Programs of one kernel that share a result: the last of them to arrive finds what the others have stored."""
+"""Programs of one kernel that share a result: the last to arrive finds what the others have stored, or others wait."""
 
 import triton
 import triton.language as tl
@@ -12,3 +12,22 @@ def arrive_last(counter_ptr, count):
     if last:
         tl.store(counter_ptr, 0)
     return last
+
+
+@triton.jit
+def arrive(mark_ptr):
+    """Count this program, after what it stored past L1. Marks begin at −1, as y of `TokenAdapter`."""
+    tl.debug_barrier()
+    tl.atomic_add(mark_ptr, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def wait_for_arrivals(mark_ptr, count):
+    """Wait until `count` programs have arrived. What they have stored is then to be loaded past L1.
+
+    They come before this one in the grid: as programs start in its order, none waits for one that has no place.
+    """
+    arrived = tl.load(mark_ptr, volatile=True)
+    while arrived < count - 1:
+        arrived = tl.load(mark_ptr, volatile=True)
+    tl.debug_barrier()

@@ -14,31 +14,31 @@ lines = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(lines)
 
 # What one reads to know how a token is made: the rooms of `lines.CORE` together.
-CORE = 11_422  # batch invariance, mixtures too; windows and nine families; seams of hooks and of adapters
+CORE = 11_423  # batch invariance, mixtures too; windows and nine families; seams of hooks and of adapters
 BUDGET = {
     "minirt": 2_099,  # `Generator.profile`, functions by name; adapters per request
-    "minirt/engine": 3_432,  # captures without garbage collection; cache groups by window; adapters: places, steps
+    "minirt/engine": 3_433,  # captures without garbage collection; cache groups by window; adapters: places, steps
     "minirt/step": 449,  # page tables by cache group
-    "minirt/layers": 986,  # mixtures in an invariant step; windows, norms and factors of the families below; adapters of linears; experts beside an MLP
+    "minirt/layers": 986,  # invariant mixtures; windows, norms and factors of families; adapters of linears; experts beside an MLP
     "minirt/modeling": 1_642,  # windows by layer, and nine families' settings; MXFP4
     "minirt/loading": 1_686,  # the memory of windows; adapters: options, memory; experts in MXFP4; tensors of sound
     "minirt/speculative": 296,
     "models": 832,  # Granite, Phi, Seed-OSS, Hunyuan, OLMo 3, EXAONE 4, Muse-Glimmer, gpt-oss, Gemma 4
     "models/recipe": 816,  # an adapter's training
-    "kernels": 13_437,  # one order of sums for any batch, of 4 bits and experts too; windows; launchers by thread; adapters by row; heads of 512
+    "kernels": 13_683,  # one order of sums, of experts too; windows; launchers by thread; adapters; heads of 512; sums over GPUs
     "minirt/hooks": 375,  # hidden states and logits, edits, logits processors
     "minirt/profiling": 249,  # of `bench`: `Generator.profile`; bytes of windows
     "minirt/precompile": 41,  # `minirt compile`
-    "minirt/server": 2_924,  # `/ready`; `reasoning_strength`; adapters: names, loading them
+    "minirt/server": 2_926,  # `/ready`; `reasoning_strength`; adapters: names, loading them
     "minirt/text": 2_736,  # addressed messages and calls of Muse-Glimmer; harmony; channels of Gemma 4
     "minirt/structured": 1_200,  # grammars after the header of a message
-    "minirt/cli": 2_823,  # `minirt profile`; presets with one release
+    "minirt/cli": 2_824,  # `minirt profile`; presets with one release
     "minirt/nn": 367,
     "minirt/patching": 629,
     "bench": 6_157,
     "examples": 249,  # logit lens, linear probe, steering vector, a profile, a bad layer
-    "tests": 41_678,  # planted faults of the order of sums; windows against transformers, eight families; addressed messages; adapters; MXFP4, gpt-oss, Gemma 4
-    "minirt/adapters": 447,  # LoRA: files, merging, places on the device, rows
+    "tests": 41_855,  # faults of the order of sums; windows against transformers, eight families; addressed messages; adapters; MXFP4, gpt-oss, Gemma 4; ranks
+    "minirt/adapters": 487,  # LoRA: files, merging, places on the device, rows
 }
 
 

@@ -1,8 +1,9 @@
-"""`add_adapters`: scaling · B · A · rms_norm(x) of each row's adapter, added to the output of a linear, by two kernels.
+"""`add_adapters`: scaling · B · A · rms_norm(x) of each row's adapter, added to the output of a linear, by one kernel.
 
-The first one shrinks: it multiplies x by the norm's weight and by A, for a tile of rows, 16 ranks and a part of K. The root mean
-square divides the finished sums, so it reads the raw residual stream, and sums its squares beside. The second one expands: it
-adds the parts in their order and multiplies them by B. Both compute in fp32, with operands of 16 bits rounded to TF32.
+Its first programs shrink: they multiply x by the norm's weight and by A, for a tile of rows, some ranks and a part of K. The root
+mean square divides the finished sums, so they read the raw residual stream, and sum its squares beside. The others expand: they
+read B, wait for the first ones, add the parts in their order and multiply them by B. All compute in fp32, with operands of 16
+bits rounded to TF32.
 """
 
 from functools import lru_cache
@@ -13,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirt.kernels.adapters.operands import AdapterWeights, Groups
+from minirt.kernels.adapters.operands import TILE_N, AdapterWeights, Groups
+from minirt.kernels.arrival import arrive, wait_for_arrivals
 from minirt.kernels.checks import check_arguments
-from minirt.kernels.launch import cdiv, launch_options
+from minirt.kernels.launch import cdiv, launch_options, next_power_of_2
 from minirt.kernels.linear.epilogue import activate
-from minirt.kernels.linear.product import Expansion
 from minirt.kernels.pdl import wait_for_input
 from minirt.kernels.prepared import compile_time, prepared
 
@@ -30,16 +31,24 @@ _SMALL_RANK = 64
 
 @compile_time
 class _Constants(NamedTuple):
-    """What both kernels compile in. P, R: modules and most ranks. PARTS, SPAN: of K. PRECISION: of the products."""
+    """What the kernel compiles in.
+
+    Args:
+        P, R: modules, and most ranks.
+        PARTS, SPAN: of K. BLOCKS: of BLOCK_R of the P · R rows of A. BLOCK_T: rows of x.
+        FEW: whether A is read before the wait.
+        PRECISION: of the products.
+    """
 
     P: int
     R: int
     PARTS: int
-    BLOCK_T: int
+    SPAN: int
+    BLOCKS: int
     BLOCK_R: int
+    BLOCK_T: int
     BLOCK_K: int
     BLOCK_N: int
-    SPAN: int
     FEW: bool
     PRECISION: str
     ACTIVATION: str | None
@@ -47,8 +56,8 @@ class _Constants(NamedTuple):
 
 @triton.jit
 def _tile(ptrs, k, rows, K):
-    """Columns k of rows, in fp32."""
-    return tl.load(ptrs + k[None, :], mask=rows[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
+    """Columns k of rows."""
+    return tl.load(ptrs + k[None, :], mask=rows[:, None] & (k < K)[None, :], other=0.0)
 
 
 @triton.jit
@@ -60,21 +69,15 @@ def _normed(x, squares, norm_ptr, k, K):
     return x, squares
 
 
-@prepared
-@triton.jit(do_not_specialize=["T", "rank_stride"])
-def _shrink_kernel(x_ptr, norm_ptr, w, order_ptr, tiles_ptr, y_ptr, squares_ptr, K, T, x_stride, rank_stride, C,
-                   PDL: tl.constexpr):  # fmt: skip
-    """One tile of rows, 16 ranks of one module, and a part of K. With few rows, A is read before the wait."""
-    BLOCKS: tl.constexpr = C.R // C.BLOCK_R
+@triton.jit
+def _shrink(x_ptr, norm_ptr, w, y_ptr, squares_ptr, adapter, job, row, valid, K, T, x_stride, rank_stride, C, PDL: tl.constexpr):
+    """y of a tile of rows: some ranks, a part of K."""
     STEPS: tl.constexpr = C.SPAN // C.BLOCK_K
-    tile_ptr = tiles_ptr + tl.program_id(0) * 3
-    module, block, part = tl.program_id(1) // BLOCKS, tl.program_id(1) % BLOCKS, tl.program_id(2)
-    adapter, first, count = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
-    rank = tl.load(w.ranks + adapter * rank_stride + module, mask=adapter >= 0, other=0)
-    rank = tl.where(count > 0, rank, 0)
-    i, r = tl.arange(0, C.BLOCK_T), block * C.BLOCK_R + tl.arange(0, C.BLOCK_R)
-    row = tl.load(order_ptr + first + i, mask=i < count, other=0).to(tl.int64)
-    a_ptrs = w.a + ((adapter * C.P + module).to(tl.int64) * C.R + r[:, None]) * K
+    block, part = job % C.BLOCKS, job // C.BLOCKS
+    r = block * C.BLOCK_R + tl.arange(0, C.BLOCK_R)
+    rank = tl.load(w.ranks + tl.maximum(adapter, 0) * rank_stride + r // C.R, mask=r < C.P * C.R, other=0)
+    live = r % C.R < tl.where(adapter >= 0, rank, 0)
+    a_ptrs = w.a + (adapter.to(tl.int64) * (C.P * C.R) + r[:, None]) * K
     x_ptrs = x_ptr + row[:, None] * x_stride
     start = part * C.SPAN
     sums = tl.zeros((C.BLOCK_T, C.BLOCK_R), tl.float32)
@@ -82,24 +85,26 @@ def _shrink_kernel(x_ptr, norm_ptr, w, order_ptr, tiles_ptr, y_ptr, squares_ptr,
     ahead = ()
     if C.FEW:
         for step in tl.static_range(STEPS):
-            ahead += (_tile(a_ptrs, start + step * C.BLOCK_K + tl.arange(0, C.BLOCK_K), r < rank, K),)  # type: ignore[assignment]
+            ahead += (_tile(a_ptrs, start + step * C.BLOCK_K + tl.arange(0, C.BLOCK_K), live, K),)  # type: ignore[assignment]
     if PDL:
         wait_for_input(False)
-    if block * C.BLOCK_R < rank:
+    if tl.max(live.to(tl.int32), 0) > 0:
         if C.FEW:
             for step in tl.static_range(STEPS):
                 k = start + step * C.BLOCK_K + tl.arange(0, C.BLOCK_K)
-                x, squares = _normed(_tile(x_ptrs, k, i < count, K), squares, norm_ptr, k, K)
-                sums = tl.dot(x, tl.trans(ahead[step]), sums, input_precision=C.PRECISION)
+                x, squares = _normed(_tile(x_ptrs, k, valid, K).to(tl.float32), squares, norm_ptr, k, K)
+                sums = tl.dot(x, tl.trans(ahead[step].to(tl.float32)), sums, input_precision=C.PRECISION)
         else:
             for at in range(start, tl.minimum(start + C.SPAN, K), C.BLOCK_K):
                 k = at + tl.arange(0, C.BLOCK_K)
-                x, squares = _normed(_tile(x_ptrs, k, i < count, K), squares, norm_ptr, k, K)
-                sums = tl.dot(x, tl.trans(_tile(a_ptrs, k, r < rank, K)), sums, input_precision=C.PRECISION)
+                a = _tile(a_ptrs, k, live, K).to(tl.float32)
+                x, squares = _normed(_tile(x_ptrs, k, valid, K).to(tl.float32), squares, norm_ptr, k, K)
+                sums = tl.dot(x, tl.trans(a), sums, input_precision=C.PRECISION)
         place = part.to(tl.int64) * T + row
-        tl.store(y_ptr + (place[:, None] * C.P + module) * C.R + r[None, :], sums, mask=(i < count)[:, None])
+        inside = valid[:, None] & (r < C.P * C.R)[None, :]
+        tl.store(y_ptr + place[:, None] * (C.P * C.R) + r[None, :], sums, mask=inside, cache_modifier=".cg")
         if norm_ptr is not None:  # at compile time
-            tl.store(squares_ptr + place * C.P + module, squares, mask=i < tl.where(block == 0, count, 0))
+            tl.store(squares_ptr + place * C.BLOCKS + block, squares, mask=valid, cache_modifier=".cg")
 
 
 @triton.jit
@@ -117,33 +122,31 @@ def _delta(w, y_ptr, squares_ptr, b, adapter, module, rank, factor, row, valid, 
     if squares_ptr is not None:
         squares = tl.zeros((C.BLOCK_T,), tl.float32)
         for part in tl.static_range(C.PARTS):
-            squares += tl.load(squares_ptr + (part * T + row) * C.P + module, mask=valid, other=0.0)
+            squares_ptrs = squares_ptr + (part * T + row) * C.BLOCKS + module * C.R // C.BLOCK_R
+            squares += tl.load(squares_ptrs, mask=valid, other=0.0, cache_modifier=".cg")
         factors *= tl.rsqrt(tl.where(rank > 0, squares, 0.0) / K + eps)
-    for start in range(0, rank, C.BLOCK_R):
-        r = start + tl.arange(0, C.BLOCK_R)
-        y = tl.zeros((C.BLOCK_T, C.BLOCK_R), tl.float32)
+    for start in range(0, rank, 16):
+        r = start + tl.arange(0, 16)
+        y = tl.zeros((C.BLOCK_T, 16), tl.float32)
         for part in tl.static_range(C.PARTS):
             ptrs = y_ptr + ((part * T + row)[:, None] * C.P + module) * C.R + r[None, :]
-            y += tl.load(ptrs, mask=valid[:, None], other=0.0)
+            y += tl.load(ptrs, mask=valid[:, None], other=0.0, cache_modifier=".cg")
         y = tl.where((r < rank)[None, :], y * factors[:, None], 0.0)
         sums = tl.dot(y, tl.trans(b), sums, input_precision=C.PRECISION)
-        b = _rows_of_b(w, adapter, n, inside, r + C.BLOCK_R, rank, N, C)
+        b = _rows_of_b(w, adapter, n, inside, r + 16, rank, N, C)
     return sums
 
 
-@prepared
-@triton.jit(do_not_specialize=["T", "rank_stride"])
-def _expand_kernel(w, order_ptr, tiles_ptr, y_ptr, squares_ptr, base_ptr, out_ptr, N, K, T, base_stride, rank_stride, eps, C,
-                   PDL: tl.constexpr):  # fmt: skip
-    """One tile of rows, and a tile of the rows of B, whose first ranks are read before the wait."""
+@triton.jit
+def _expand(w, y_ptr, squares_ptr, mark_ptr, base_ptr, out_ptr, adapter, job, row, valid, N, K, T, base_stride, rank_stride, eps,
+            C, PDL: tl.constexpr):  # fmt: skip
+    """A tile of rows, and a tile of the rows of B, whose first ranks are read before the wait."""
     GATED: tl.constexpr = C.ACTIVATION is not None
-    tile_ptr, part_ptr = tiles_ptr + tl.program_id(0) * 3, w.tiles + tl.program_id(1) * 4
+    part_ptr = w.tiles + job * 4
     n, end, module = tl.load(part_ptr) + tl.arange(0, C.BLOCK_N), tl.load(part_ptr + 1), tl.load(part_ptr + 2)
-    adapter, first, count = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
-    i, r, inside, half = tl.arange(0, C.BLOCK_T), tl.arange(0, C.BLOCK_R), n < end, N // 2
+    r, inside, half = tl.arange(0, 16), n < end, N // 2
     factor_at, known = adapter * rank_stride + module, adapter >= 0
     rank, factor = tl.load(w.ranks + factor_at, mask=known, other=0), tl.load(w.scales + factor_at, mask=known, other=0.0)
-    row = tl.load(order_ptr + first + i, mask=i < count, other=0).to(tl.int64)
     b = _rows_of_b(w, adapter, n, inside, r, rank, N, C)
     if GATED:
         up = tl.load(part_ptr + 3)
@@ -152,14 +155,16 @@ def _expand_kernel(w, order_ptr, tiles_ptr, y_ptr, squares_ptr, base_ptr, out_pt
         up_b = _rows_of_b(w, adapter, half + n, inside, r, up_rank, N, C)
     if PDL:
         wait_for_input(False)
-    if (count > 0) & (known | GATED):
-        valid = i < count
+    if known | GATED:
         stored = valid[:, None] & inside[None, :]
         base_ptrs = base_ptr + row[:, None] * base_stride + n[None, :]
         dtype = out_ptr.dtype.element_ty
         sums = tl.load(base_ptrs, mask=stored, other=0.0).to(tl.float32)
         if GATED:
             ups = tl.load(base_ptrs + half, mask=stored, other=0.0).to(tl.float32)
+        if known:
+            wait_for_arrivals(mark_ptr, C.BLOCKS * C.PARTS)
+        if GATED:
             ups += _delta(w, y_ptr, squares_ptr, up_b, adapter, up, up_rank, up_factor, row, valid, half + n, inside, N, K, T,
                           eps, C)  # fmt: skip
         sums += _delta(w, y_ptr, squares_ptr, b, adapter, module, rank, factor, row, valid, n, inside, N, K, T, eps, C)
@@ -170,54 +175,60 @@ def _expand_kernel(w, order_ptr, tiles_ptr, y_ptr, squares_ptr, base_ptr, out_pt
             tl.store(base_ptrs, sums.to(dtype), mask=stored)
 
 
+@prepared
+@triton.jit(do_not_specialize=["T", "rank_stride"])
+def _add_adapters_kernel(x_ptr, norm_ptr, w, order_ptr, tiles_ptr, y_ptr, squares_ptr, marks_ptr, base_ptr, out_ptr, N, K,
+                         T, x_stride, base_stride, rank_stride, eps, C, PDL: tl.constexpr):  # fmt: skip
+    """One tile of rows: a part of its y, or of its output. In the grid, all parts of y come first."""
+    FIRST: tl.constexpr = C.BLOCKS * C.PARTS
+    tile, job = tl.program_id(0), tl.program_id(1)
+    tile_ptr = tiles_ptr + tile * 3
+    adapter, first, count = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
+    i = tl.arange(0, C.BLOCK_T)
+    valid = i < count
+    row = tl.load(order_ptr + first + i, mask=valid, other=0).to(tl.int64)
+    if count == 0:
+        if PDL:
+            wait_for_input(False)
+    elif job < FIRST:
+        _shrink(x_ptr, norm_ptr, w, y_ptr, squares_ptr, adapter, job, row, valid, K, T, x_stride, rank_stride, C, PDL)
+        if adapter >= 0:
+            arrive(marks_ptr + tile)
+    else:
+        _expand(w, y_ptr, squares_ptr, marks_ptr + tile, base_ptr, out_ptr, adapter, job - FIRST, row, valid, N, K, T,
+                base_stride, rank_stride, eps, C, PDL)  # fmt: skip
+
+
 @lru_cache(1024)
 def _constants(P: int, R: int, K: int, block: int, itemsize: int, activation: str | None) -> _Constants:
     few, precision = block == 16, "ieee" if itemsize == 4 else "tf32"
     span = _SPAN if few else _MANY_SPAN if R <= _SMALL_RANK else _LARGE_SPAN
-    return _Constants(P, R, cdiv(K, span), block, 16, 256 if few else 64, 64, span, few, precision, activation)
+    block_r = 16 if few else min(64, next_power_of_2(P * R))
+    return _Constants(
+        P, R, cdiv(K, span), span, cdiv(P * R, block_r), block_r, block, 256 if few else 64, TILE_N, few, precision, activation
+    )
 
 
 def add_adapters(
     x: Tensor, weights: AdapterWeights, groups: Groups, out: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0,
-    activation: str | None = None, *, pdl: bool = False, check: bool = True,
+    activation: str | None = None, *, marks: Tensor, pdl: bool = False, check: bool = True,
 ) -> Tensor:  # fmt: skip
     """`reference.add_adapters`: x [T, K] with any row stride, as `out` [T, N], to which rows with an adapter are added.
 
-    Returns `out`, or with an activation a new tensor [T, N / 2].
+    `marks`: −1 for each tile of rows, int32; they are written. Returns `out`, or with an activation a new tensor [T, N / 2].
     """
     if check:
         fields = {f"weights.{name}": tensor for name, tensor in weights._asdict().items()} | {"groups.order": groups.order}
         check_arguments("add_adapters", x=x, out=out, norm_weight=norm_weight, **fields)
-    T, N = len(x), out.shape[1]
+    (T, K), (_, P, R, _), N, tiles = x.shape, weights.a.shape, out.shape[1], len(groups.tiles)
     result = out if activation is None else out.new_empty(T, N // 2)
     if T:
-        C, y, squares = _shrink(x, weights, groups, norm_weight, activation, pdl)
-        grid = len(groups.tiles), len(weights.tiles) // (1 if activation is None else 2)
-        _expand_kernel[grid](
-            weights, groups.order, groups.tiles, y, squares, out, result, N, x.shape[1], T, out.stride(0),
-            weights.ranks.stride(0), eps, C, **launch_options(4, 1, pdl),
+        C = _constants(P, R, K, groups.block, x.element_size(), activation)
+        y = torch.empty(C.PARTS, T, P * R, dtype=torch.float32, device=x.device)
+        squares = None if norm_weight is None else torch.empty(C.PARTS, T, C.BLOCKS, dtype=torch.float32, device=x.device)
+        jobs = C.BLOCKS * C.PARTS + len(weights.tiles) // (1 if activation is None else 2)
+        _add_adapters_kernel[tiles, jobs](
+            x, norm_weight, weights, groups.order, groups.tiles, y, squares, marks, out, result, N, K, T,
+            x.stride(0), out.stride(0), weights.ranks.stride(0), eps, C, **launch_options(4 if C.FEW else 8, 1, pdl),
         )  # fmt: skip
     return result
-
-
-def expansion(
-    x: Tensor, weights: AdapterWeights, groups: Groups, norm_weight: Tensor | None = None, *, pdl: bool = False
-) -> Expansion:
-    """The first half of `add_adapters` for one token; the product of the linear does the rest. Unchecked."""
-    y = _shrink(x, weights, groups, norm_weight, None, pdl)[1]
-    b, scales, ranks, stride = weights.b, weights.scales, weights.ranks, weights.ranks.stride(0)
-    return Expansion(b, y, scales, ranks, weights.modules, groups.tiles, stride)
-
-
-def _shrink(
-    x: Tensor, weights: AdapterWeights, groups: Groups, norm_weight: Tensor | None, activation: str | None, pdl: bool
-) -> tuple[_Constants, Tensor, Tensor | None]:
-    (T, K), (_, P, R, _) = x.shape, weights.a.shape
-    C = _constants(P, R, K, groups.block, x.element_size(), activation)
-    y = torch.empty(C.PARTS, T, P, R, dtype=torch.float32, device=x.device)
-    squares = None if norm_weight is None else torch.empty(C.PARTS, T, P, dtype=torch.float32, device=x.device)
-    _shrink_kernel[(len(groups.tiles), P * (R // C.BLOCK_R), C.PARTS)](
-        x, norm_weight, weights, groups.order, groups.tiles, y, squares, K, T, x.stride(0), weights.ranks.stride(0), C,
-        **launch_options(4, 1, pdl),
-    )  # fmt: skip
-    return C, y, squares

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-TILE_N = 64  # rows of B that a program of the expansion takes; `AdapterWeights.tiles` has them
+TILE_N = 128  # rows of B that a program of the expansion takes; `AdapterWeights.tiles` has them
 _FEW = 256  # rows up to which tiles have 16 rows
 
 
@@ -12,7 +12,7 @@ class AdapterWeights(NamedTuple):
     """The adapters of one linear [N, K] with P modules in S places, with ranks up to R, a multiple of 16.
 
     Args:
-        a: [S, P, R, K], b: [S, N, R]. What is beyond an adapter's rank has any values.
+        a: [S, P, R, K], b: [S, N, R], zero beyond an adapter's rank.
         scales: [S, P] fp32, ranks: [S, P] int32, with any row stride. Rank 0: the adapter does not change the module.
         modules: [N] int32, of each row of B.
         tiles: [n, 4] int32, the rows of B by tiles of one module: first row, end, module, and the last module. With an

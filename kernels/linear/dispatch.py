@@ -34,7 +34,7 @@ from minirt.kernels.linear import (
     gemv_int4,
     gemv_int4_sm90,
 )
-from minirt.kernels.linear.product import Epilogue, Expansion, Norm, Product, RowMaxima
+from minirt.kernels.linear.product import Epilogue, Norm, Product, RowMaxima, TokenAdapter
 from minirt.kernels.norm import rms_norm, rms_norm_quantize
 from minirt.kernels.quantize import quantize
 from minirt.kernels.regimes import Limits, Regime, SumOrder, covering
@@ -130,7 +130,7 @@ def norm_linear(
     x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None = None,
     out: Tensor | None = None, *, scale: Tensor | None = None, workspace: Workspace | None = None,
     out_dtype: torch.dtype | None = None, row_maxima: RowMaxima | None = None, multiplier: float = 1.0,
-    softcap: float = 0.0, adapter: Expansion | None = None, pdl: bool = False, check: bool = True,
+    softcap: float = 0.0, adapter: TokenAdapter | None = None, pdl: bool = False, check: bool = True,
 ) -> Tensor:  # fmt: skip
     """rms_norm(x) · weightᵀ + bias: x [T, K], norm_weight [K] or None (no norm), weight [N, K], bias [N] → [T, N].
 
@@ -158,7 +158,7 @@ def norm_linear(
 def norm_gate_up(
     x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, activation: str, out: Tensor | None = None,
     bias: Tensor | None = None, *, scale: Tensor | None = None, workspace: Workspace | None = None,
-    adapter: Expansion | None = None, pdl: bool = False, check: bool = True,
+    adapter: TokenAdapter | None = None, pdl: bool = False, check: bool = True,
 ) -> Tensor:  # fmt: skip
     """act(gate) · up of rms_norm(x) [T, K]: weight [2I, K] and bias [2I], gate rows first → [T, I]."""
     if check:
@@ -172,7 +172,7 @@ def norm_gate_up(
 
 def linear_residual(
     x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None, out: Tensor | None = None, *,
-    scale: Tensor | None = None, workspace: Workspace | None = None, adapter: Expansion | None = None, pdl: bool = False,
+    scale: Tensor | None = None, workspace: Workspace | None = None, adapter: TokenAdapter | None = None, pdl: bool = False,
     check: bool = True,
 ) -> Tensor:  # fmt: skip
     """x · weightᵀ + bias + residual: x [T, K], weight [N, K] → [T, N]. `out` may be `residual`."""

@@ -82,7 +82,7 @@ class _Constants(NamedTuple):
         CHUNK: neighbouring columns that a thread loads at once, and whose products it adds first.
         TILES: tiles in flight.
         MANY: whether there are several tokens, each with its programs.
-        ADAPTER: parts, modules, most ranks of an adapter, and these as a power of two; None: there is none.
+        ADAPTER: modules, most ranks of an adapter, and these as a power of two; None: there is none.
     """
 
     K: int
@@ -92,40 +92,66 @@ class _Constants(NamedTuple):
     CHUNK: int
     TILES: int
     MANY: bool
-    ADAPTER: tuple[int, int, int, int] | None = None
+    ADAPTER: tuple[int, int, int] | None = None
+
+
+_MISSING = tl.constexpr(-1)  # bits of an fp32 NaN that no computation gives
+_NAN = tl.constexpr(0x7FC00000)
 
 
 @triton.jit
-def _expand(adapter, n, valid, rows, C):
-    """scaling · B · y for `n` of the weight's rows."""
-    PARTS: tl.constexpr = C.ADAPTER[0]
-    P: tl.constexpr = C.ADAPTER[1]
-    R: tl.constexpr = C.ADAPTER[2]
-    place = tl.load(adapter.tiles)
-    module = tl.load(adapter.modules + n, mask=valid, other=0)
-    at = tl.maximum(place, 0) * adapter.stride + module
-    rank = tl.load(adapter.ranks + at, mask=valid, other=0) * (place >= 0).to(tl.int32)
-    r = tl.arange(0, C.ADAPTER[3])
-    inside = r[None, :] < rank[:, None]
-    b = tl.load(adapter.b + (tl.maximum(place, 0).to(tl.int64) * rows + n[:, None]) * R + r[None, :], mask=inside, other=0.0)
-    y = tl.zeros(inside.shape, tl.float32)
-    for part in tl.static_range(PARTS):
-        y += tl.load(adapter.y + (part * P + module[:, None]) * R + r[None, :], mask=inside, other=0.0)
+def _store_y(adapter, n, y, valid):
+    bits = y.to(tl.int32, bitcast=True)
+    tl.store(adapter.y + n, tl.where(bits == _MISSING, _NAN, bits), mask=valid, cache_modifier=".cg")
+
+
+@triton.jit
+def _load_expansion(adapter, place, module, n, valid, rows, C):
+    """B, scaling and y, as far as it is there, for `n` of the weight's rows."""
+    r, at = tl.arange(0, C.ADAPTER[2]), tl.maximum(place, 0)
+    inside = valid[:, None] & (r < C.ADAPTER[1])[None, :]
+    b = tl.load(adapter.b + (at.to(tl.int64) * rows + n[:, None]) * C.ADAPTER[1] + r[None, :], mask=inside, other=0.0)
+    scales = tl.load(adapter.scales + at * adapter.stride + module, mask=valid, other=0.0)
+    y_ptrs = adapter.y + module[:, None] * C.ADAPTER[1] + r[None, :]
+    return b, tl.where(place >= 0, scales, 0.0), y_ptrs, inside, tl.load(y_ptrs, mask=inside, other=0, volatile=True)
+
+
+@triton.jit
+def _expand(loaded):
+    """scaling · B · y, when all of y is there."""
+    b, scales, y_ptrs, inside, y = loaded
+    while tl.max(tl.max((y == _MISSING).to(tl.int32), 1), 0) > 0:
+        y = tl.load(y_ptrs, mask=inside, other=0, volatile=True)
     # Plus 0, which the compiler does not know: all lanes add rounded products to those of others.
-    products = b.to(tl.float32) * y + tl.minimum(rank, 0).to(tl.float32)[:, None]
-    return tl.sum(products, 1) * tl.load(adapter.scales + at, mask=valid, other=0.0)
+    products = b.to(tl.float32) * y.to(tl.float32, bitcast=True) + tl.minimum(scales, 0.0)[:, None] * 0.0
+    return tl.sum(products, 1) * scales
 
 
 @prepared
 @triton.jit
 def _gemv_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, adapter, C, PDL: tl.constexpr):
-    """Computes BLOCK_N values of out [N] of token program_id(1). Scales of blocks multiply the sum of each chunk of products."""
+    """Computes BLOCK_N values of out [N] of token program_id(1). Scales of blocks multiply the sum of each chunk of products.
+
+    With an adapter, the first programs compute y = A · norm(x) in the same way, whose rows are taken for rows of the weight. The
+    others wait for it when they have their sums.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # at the start, see `pdl`
     GATED: tl.constexpr = ep.activation is not None
     BLOCKS: tl.constexpr = C.SCALE_ROWS is not None
     COUNT: tl.constexpr = (C.K + C.BLOCK_K - 1) // C.BLOCK_K
-    n0 = tl.program_id(0) * C.BLOCK_N
+    program = tl.program_id(0)
+    if adapter is not None:
+        A_ROWS: tl.constexpr = C.ADAPTER[0] * C.ADAPTER[1] // (2 if GATED else 1)
+        A_PROGRAMS: tl.constexpr = (A_ROWS + C.BLOCK_N - 1) // C.BLOCK_N
+        place, added, added_up = tl.load(adapter.tiles), (), ()
+        shrinks = program < A_PROGRAMS
+        if shrinks:
+            weight_ptr = adapter.a + tl.maximum(place, 0).to(tl.int64) * (C.ADAPTER[0] * C.ADAPTER[1] * C.K)
+            N = tl.full((), A_ROWS, tl.int32)
+        else:
+            program -= A_PROGRAMS
+    n0 = program * C.BLOCK_N
     n = n0 + tl.arange(0, C.BLOCK_N)
     valid = n < N
     at = n
@@ -148,14 +174,15 @@ def _gemv_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, adapter, C, PDL: tl.co
             gate_scales += (chunk_scales(ep.scale, 0, n0, N, i, C),)
             if GATED:
                 up_scales += (chunk_scales(ep.scale, N, n0, N, i, C),)
-    rows = load_rows(ep, n, valid, N, not BLOCKS)
+    expands = valid
+    if adapter is not None:
+        expands = n < tl.where(shrinks, 0, N)
+        module = tl.load(adapter.modules + n, mask=expands, other=0)
+        module_up = tl.load(adapter.modules + N + n, mask=expands, other=0) if GATED else module
+    rows = load_rows(ep, n, expands, N, not BLOCKS)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    residual = load_residual(ep, at, valid)
-    if adapter is not None:
-        added = _expand(adapter, n, valid, 2 * N if GATED else N, C)
-        if GATED:
-            added_up = _expand(adapter, N + n, valid, 2 * N, C)
+    residual = load_residual(ep, at, expands)
     squares = tl.zeros((C.BLOCK_K,), tl.float32)
     gate_sums = tl.zeros((C.BLOCK_N, C.BLOCK_K // C.CHUNK), tl.float32)
     up_sums = gate_sums
@@ -178,19 +205,26 @@ def _gemv_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, adapter, C, PDL: tl.co
                 up += (load_tile(up_ptrs, k[None, :], i + C.TILES, C, "evict_first"),)
                 if BLOCKS:
                     up_scales += (chunk_scales(ep.scale, N, n0, N, i + C.TILES, C),)
+        if adapter is not None and i == 0:  # now `place` is there, and nothing waits for it
+            added = _load_expansion(adapter, place, module, n, expands, 2 * N if GATED else N, C)
+            if GATED:
+                added_up = _load_expansion(adapter, place, module_up, N + n, expands, 2 * N, C)
     inverse_rms = 1.0
     if norm is not None:
         inverse_rms = tl.rsqrt(tl.sum(squares, 0) / C.K + norm.eps)
-    if adapter is None:
-        result = tl.sum(gate_sums, 1) * inverse_rms
-        result_up = tl.sum(up_sums, 1) * inverse_rms
-    else:
-        result = (tl.sum(gate_sums, 1) + added) * inverse_rms
-        result_up = tl.sum(up_sums, 1) * inverse_rms
-        if GATED:
-            result_up = (tl.sum(up_sums, 1) + added_up) * inverse_rms
+    result = tl.sum(gate_sums, 1) * inverse_rms
+    result_up = tl.sum(up_sums, 1) * inverse_rms
+    if adapter is not None:
+        if shrinks:
+            _store_y(adapter, n, result, valid)
+            if GATED:
+                _store_y(adapter, N + n, result_up, valid)
+        else:
+            result += _expand(added)
+            if GATED:
+                result_up += _expand(added_up)
     result = finish(result, result_up, rows, (), residual, ep)
-    tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=valid)
+    tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=expands)
 
 
 def rule(facts: ProductFacts, gpu: Gpu) -> GemvConfig:
@@ -279,8 +313,9 @@ def gemv(product: Product, config: GemvConfig | None = None) -> None:
     of = facts, product.scale_rows if facts.blocks else None, weight.data_ptr() % 16 == 0, T > 1, product.pdl
     programs, constants, options = _lookup_plan(x.device, *of) if config is None else _plan(config, *of)
     if (adapter := product.adapter) is not None:
-        parts, _, modules, ranks = adapter.y.shape
-        constants = constants._replace(ADAPTER=(parts, modules, ranks, next_power_of_2(ranks)))
+        _, modules, ranks, _ = adapter.a.shape
+        constants = constants._replace(ADAPTER=(modules, ranks, next_power_of_2(ranks)))
+        programs += cdiv(modules * ranks // (2 if facts.gated else 1), constants.BLOCK_N)
     _gemv_kernel[(programs, T)](
         x, product.norm, weight, product.epilogue, product.out, facts.N, adapter, C=constants, **options
     )

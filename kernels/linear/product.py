@@ -38,22 +38,22 @@ class Norm(NamedTuple):
     eps: float
 
 
-class Expansion(NamedTuple):
-    """An adapter of a product of one token: scaling · B · y is added to the sums, where y = A · x, before the root mean square
-    divides them. See `kernels/adapters/operands.py`.
+class TokenAdapter(NamedTuple):
+    """The adapter of a product of one token: scaling · B · A · norm(x) is added to the sums. See `kernels/adapters/operands.py`.
 
     Attributes:
-        b: [S, rows of the weight, R]. `y`: [parts, 1, P, R] fp32, to be summed.
-        scales, ranks: [S, P], with this row stride. `modules`: [rows of the weight] int32.
+        a: [S, P, R, K], b: [S, rows of the weight, R], zero beyond an adapter's rank.
+        scales: [S, P], with this row stride. `modules`: [rows of the weight] int32.
         tiles: the place of the token's adapter is its first value; −1: it has none.
+        y: [P · R] int32, all −1: programs of the product store A · norm(x) here as fp32, and others wait for what is not −1.
     """
 
+    a: Tensor
     b: Tensor
-    y: Tensor
     scales: Tensor
-    ranks: Tensor
     modules: Tensor
     tiles: Tensor
+    y: Tensor
     stride: int
 
 
@@ -138,7 +138,7 @@ class Product(NamedTuple):
     epilogue: Epilogue = Epilogue()
     workspace: Workspace | None = None
     pdl: bool = False
-    adapter: Expansion | None = None
+    adapter: TokenAdapter | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:

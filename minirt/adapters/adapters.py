@@ -84,6 +84,12 @@ class Adapters:
         sizes = (len(p.linear.modules) * p.linear.in_features + p.linear.out_features for p in self._linears)
         return self.places * (sum(sizes) * self.rank * dtype.itemsize + 8 * self._count)
 
+    def sizes(self) -> list[int]:
+        """Rows of A that an adapter of each linear has, once for each layer that uses it."""
+        known = {id(place.linear) for place in self._linears}
+        used = (getattr(layer, name) for layer in self._model.layers for name in layer.adaptable)
+        return [len(linear.modules) * self.rank for linear in used if id(linear) in known]
+
     def allocate(self) -> None:
         """Reserve memory on the model's device, and attach it to the linears. Their layers have implementations."""
         model, places, rank = self._model, self.places, self.rank
@@ -203,11 +209,13 @@ class Adapters:
                     continue
                 ranks[first + number], scales[first + number] = adapter.rank, adapter.scaling
                 weights.a[to, number, : adapter.rank].copy_(adapter.a, non_blocking=True)
+                weights.a[to, number, adapter.rank :].zero_()
                 start = 0
                 for part in linear.parts:
                     if part.name == module:
                         rows = adapter.b if part.of is None else part.of.take(adapter.b, part.stored_rows, 0, module)
                         weights.b[to, start : start + part.rows, : adapter.rank].copy_(rows, non_blocking=True)
+                        weights.b[to, start : start + part.rows, adapter.rank :].zero_()
                     start += part.rows
         self._ranks[to].copy_(ranks, non_blocking=True)
         self._scales[to].copy_(scales, non_blocking=True)

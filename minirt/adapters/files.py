@@ -6,7 +6,7 @@ change of a linear layer is scaling · B · A (LoRA, Hu et al. 2021; scaling wit
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,13 +35,13 @@ _REFUSED = {
 }  # fmt: skip
 # Fields of how it was trained.
 _UNUSED = {
-    "task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "exclude_modules", "lora_dropout",
+    "auto_mapping", "peft_version", "revision", "inference_mode", "exclude_modules", "lora_dropout",
     "layers_pattern", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config",
     "qalora_group_size", "ensure_weight_tying",
 }  # fmt: skip
 _USED = {
-    "peft_type", "base_model_name_or_path", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",
-    "bias", "modules_to_save", "init_lora_weights",
+    "peft_type", "task_type", "base_model_name_or_path", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern",
+    "target_modules", "bias", "modules_to_save", "init_lora_weights",
 }  # fmt: skip
 _INITIAL = (None, True, False, "gaussian", "eva", "orthogonal")  # beginnings of the training that keep the model's weights
 _REPEATS = 3  # of a pattern: with more, or with repeated groups, matching may take forever
@@ -121,6 +121,7 @@ def read_adapter(folder: str | Path, shapes: Mapping[str, tuple[int, int]], save
         raise CheckpointError("there is no adapter of a linear", where=file, expected=f"{_PREFIX}….lora_A.weight")
     _check_targets(config, changed, place)
     scalings = {module: _check_pair(config, module, kinds, shapes[module], file) for module, kinds in changed.items()}
+    _warn_of_patterns(config, [_stored(kinds["lora_A"]) for kinds in changed.values()], place)
     for name, entry in replaced.items():
         if saved is not None and entry.shape != tuple(saved[name]):
             raise CheckpointError("wrong shape", where=entry.place, expected=list(saved[name]), found=list(entry.shape))
@@ -155,6 +156,8 @@ def _check_config(config: Mapping[str, Any], place: str) -> None:
             hint = "it may change the result; leave it out if it does not"
             raise UnsupportedError("an unknown field", where=f"{place}: {name[:MAX_SHOWN]}", found=quoted(value, 80), hint=hint)
     _expect(config.get("peft_type") == "LORA", place, "peft_type", '"LORA"', config.get("peft_type"))
+    task = config.get("task_type")
+    _expect(task in (None, "CAUSAL_LM", "FEATURE_EXTRACTION"), place, "task_type", '"CAUSAL_LM"', task)
     _expect(config.get("bias", "none") == "none", place, "bias", '"none"', config.get("bias"))
     initial = config.get("init_lora_weights")
     known = any(initial is one or (isinstance(one, str) and initial == one) for one in _INITIAL)
@@ -244,6 +247,19 @@ def _check_targets(config: Mapping[str, Any], modules: Iterable[str], place: str
             raise CheckpointError(what, where=f"{place}: target_modules", expected=quoted(target, 80), hint=hint)
 
 
+def _warn_of_patterns(config: Mapping[str, Any], modules: Collection[str], place: str) -> None:
+    """Warn of patterns that no module matches, as PEFT does."""
+    for name in ("rank_pattern", "alpha_pattern"):
+        for pattern in config.get(name) or ():
+            if not any(_pattern(pattern, place, name).match(module) for module in modules):
+                warn(f"{place}: {name}: no module of the adapter matches {quoted(pattern, 80)}, which changes nothing")
+
+
+def _stored(entry: Entry) -> str:
+    """The module of a tensor lora_A, as PEFT names it."""
+    return entry.name.removeprefix(_PREFIX).removesuffix(".lora_A.weight")
+
+
 def _check_pair(
     config: Mapping[str, Any], module: str, kinds: Mapping[str, Entry], shape: tuple[int, int], file: Path
 ) -> float:
@@ -251,7 +267,7 @@ def _check_pair(
     missing = [kind for kind in ("lora_A", "lora_B") if kind not in kinds]
     if missing:
         raise CheckpointError("a tensor is missing", where=file, expected=f"{_PREFIX}{module[:MAX_SHOWN]}.{missing[0]}.weight")
-    stored = kinds["lora_A"].name.removeprefix(_PREFIX).removesuffix(".lora_A.weight")  # as PEFT names the module
+    stored = _stored(kinds["lora_A"])
     rank = _of_pattern(config, "rank_pattern", stored, config["r"])
     for kind, expected in (("lora_A", (rank, shape[1])), ("lora_B", (shape[0], rank))):
         if kinds[kind].shape != expected:

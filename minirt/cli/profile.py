@@ -12,6 +12,7 @@ from minirt.cli.help import command
 from minirt.cli.output import note
 from minirt.cli.report import print_report, progress_of, report_options, words_of
 from minirt.cli.settings import COUNT, options_of
+from minirt.device import pick_device
 from minirt.settings import setting
 
 
@@ -47,9 +48,9 @@ def profile(ctx: click.Context, batch_size: tuple[int, ...], **options: Any) -> 
     steps = [(size, length, kind) for kind in ("context_len", "input_len") for length in options[kind] for size in batch_size]
     load, progress, rows = shared.for_measuring(shared.to_load_options(options, name)), progress_of(options), []
     about: dict[str, Any] = {}
+    ceiling = read_ceiling(pick_device(options["device"]))  # before a model takes the memory
     for other in (None,) if options["compare"] is None else (None, options["compare"]):
         with shared.open_generator(load if other is None else replace(load, impl=other), options["quiet"]) as generator:
-            ceiling = read_ceiling(generator.device)
             for size, length, kind in steps:
                 prompt = kind == "input_len"
                 if prompt and size * length > generator.max_num_batched_tokens:

@@ -184,7 +184,7 @@ def triton(layer: Attention) -> Forward:
         q_norm = layer.q_norm.weight if layer.q_norm else None
         k_norm = layer.k_norm.weight if layer.k_norm else None
         norm_weight = norm.weight if norm else None
-        adapter = None if batch.adapters is None else batch.adapters.before(linear, x, norm_weight)
+        adapter = None if batch.adapters is None else batch.adapters.before(linear, x)
         qkv = norm_linear(
             x, norm_weight, eps, linear.weight, linear.bias, scale=linear.scale, workspace=workspace, adapter=adapter, pdl=pdl,
             check=False,

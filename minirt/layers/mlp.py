@@ -105,7 +105,7 @@ def triton(layer: MLP) -> Forward:
 
     def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
         weight = norm.weight if norm else None
-        adapter = None if batch.adapters is None else batch.adapters.before(gate_up, x, weight)
+        adapter = None if batch.adapters is None else batch.adapters.before(gate_up, x)
         if batch.adapters is None or gate_up.adapters is None or adapter is not None:
             h = norm_gate_up(
                 x, weight, eps, gate_up.weight, activation, bias=gate_up.bias, scale=gate_up.scale, workspace=workspace,

@@ -31,7 +31,8 @@ def test_patterns_and_scalings(hf, shapes, tmp_path):
         "rank_pattern": {"q_proj": 3, r"layers\.1\.mlp\.down_proj": 7}, "alpha_pattern": {"o_proj|v_proj": 5, "proj": 11},
         "use_rslora": True,
     }  # fmt: skip
-    adapter = read_adapter(write_adapter(tmp_path, hf, 4, 0, **fields), shapes)
+    with pytest.warns(UserWarning, match="alpha_pattern: no module of the adapter matches 'proj'"):
+        adapter = read_adapter(write_adapter(tmp_path, hf, 4, 0, **fields), shapes)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     assert len(adapter.linears) == 3 * 7
@@ -47,7 +48,8 @@ FIELDS = [
     ({"use_dora": True}, "DoRA"), ({"target_parameters": ["experts.gate_up_proj"]}, "single parameters"),
     ({"layers_to_transform": [0]}, "layers_to_transform"), ({"fan_in_fan_out": True}, "fan_in_fan_out"),
     ({"lora_bias": True}, "lora_bias"), ({"alora_invocation_tokens": [1, 2]}, "activated LoRA"), ({"bias": "all"}, "bias"),
-    ({"peft_type": "IA3"}, "peft_type"), ({"r": 0}, "rank from 1 to 256"), ({"r": 257}, "rank from 1 to 256"),
+    ({"peft_type": "IA3"}, "peft_type"), ({"task_type": "SEQ_CLS"}, "task_type"), ({"r": 0}, "rank from 1 to 256"),
+    ({"r": 257}, "rank from 1 to 256"),
     ({"lora_alpha": float("inf")}, "lora_alpha"), ({"init_lora_weights": "pissa"}, "init_lora_weights"),
     ({"something_new": 3}, "something_new"), ({"modules_to_save": ["lm_head"]}, "merge"),
     ({"rank_pattern": {"(a+)+": 3}}, "too complex"), ({"rank_pattern": {"(": 3}}, "not a pattern"),

@@ -1,13 +1,12 @@
 """Adapters per request: tokens and logits of mixed batches, places on the device, and what they share."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from support import hybrids
-from support.adapters import ALL, Applied, greedy, logits, write_adapter
+from support.adapters import ALL, greedy, logits, write_adapter
 
 from minirt import Generator, SamplingParams, models
 from minirt.errors import InputError, MinirtError
@@ -182,16 +181,6 @@ def test_what_is_refused(hf_folder, tmp_path):
             Generator.from_pretrained(folder, loras=some, dtype="float32", device="cpu", impl="layers.1.attention=of-a-test")
     finally:
         del _REGISTRY["attention", "of-a-test"]
-
-
-def test_the_reference_itself(hf_folder, tmp_path):
-    """Catches a reference that changes nothing, or that leaves its hooks behind."""
-    folder = hf_folder("Llama", seed=3)
-    model, folders = adapters(folder, Path(tmp_path), ranks=(4,))
-    before = logits(model, None, [1, 2, 3])
-    with Applied(model, folders["a0"]):
-        assert (logits(model, None, [1, 2, 3]) - before).abs().max() > 0.1
-    assert torch.equal(logits(model, None, [1, 2, 3]), before)
 
 
 def test_drafts_change_no_token(tmp_path):

@@ -379,9 +379,9 @@ def test_what_a_layer_with_both_states() -> None:
     one, others = 3 * 48 * 37, 3 * 48 * 67 + 48 * 11 + 6 * 48 + 11 + 1
     assert layer.decode_read_bytes(torch.float32) == 4 * (3 * one + others)
     assert layer.flops(1) == 2 * (3 * one + 3 * 48 * 67 + 48 * 11)
-    h = x = values(300, 48)
+    h = x = values(300, 48).to(DEVICE)
     h = h / (h.square().mean(1, keepdim=True) + layer.config.rms_norm_eps).sqrt() * layer.router_norm.weight
     experts = (h @ layer.router.weight.T).topk(3).indices
     assert expert_counts(layer, x).tolist() == torch.bincount(experts.flatten(), minlength=11).tolist()
     layer.router_norm.load("", torch.ones(48))
-    assert torch.equal(layer.router_norm.weight, torch.full((48,), 48**-0.5))
+    assert torch.equal(layer.router_norm.weight.cpu(), torch.full((48,), 48**-0.5))

@@ -1,13 +1,16 @@
-"""LoRA adapters in PEFT's format, random, and their forward by hooks of transformers models: an independent reference."""
+"""LoRA adapters in PEFT's format, random, and models of transformers to which PEFT applies them: an independent reference."""
 
 import json
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from peft import PeftModel
+from safetensors.torch import save_file
 from torch import nn
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -49,38 +52,20 @@ def write_adapter(folder: Path, model: nn.Module, rank: int, seed: int, targets=
     return folder
 
 
-class Applied:
-    """Context in which a transformers model has an adapter: y = W x + scaling · B (A x), in fp64."""
-
-    def __init__(self, model: nn.Module, folder: Path | None) -> None:
-        self._model, self._folder, self._handles = model, folder, []
-
-    def __enter__(self) -> nn.Module:
-        if self._folder is None:
-            return self._model
-        config = json.loads((self._folder / "adapter_config.json").read_text())
-        tensors = load_file(self._folder / "adapter_model.safetensors")
-        for name, module in self._model.named_modules():
-            key = f"base_model.model.{name}.lora_A.weight"
-            if key in tensors:
-                a, b = tensors[key].double(), tensors[key.replace("lora_A", "lora_B")].double()
-                scaling = ranked(config, name)[1]
-
-                def hook(module, inputs, y, a=a, b=b, scaling=scaling):
-                    return y + (scaling * (inputs[0].double() @ a.T @ b.T)).to(y.dtype)
-
-                self._handles.append(module.register_forward_hook(hook))
-        assert self._handles
-        return self._model
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
+@contextmanager
+def applied(model: nn.Module, folder: Path | None) -> Iterator[nn.Module]:
+    """The model, to which PEFT applies an adapter."""
+    if folder is None:
+        yield model
+        return
+    peft = PeftModel.from_pretrained(model, folder).to(model.dtype)
+    yield peft
+    peft.unload()
 
 
 def logits(model: nn.Module, folder: Path | None, tokens: list[int]) -> torch.Tensor:
-    with torch.no_grad(), Applied(model, folder):
-        return model(torch.tensor([tokens])).logits[0]
+    with torch.no_grad(), applied(model, folder) as adapted:
+        return adapted(torch.tensor([tokens])).logits[0]
 
 
 def greedy(model: nn.Module, folder: Path | None, tokens: list[int], count: int) -> list[int]:

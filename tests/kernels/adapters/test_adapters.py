@@ -6,6 +6,7 @@ import torch
 from minirt.bench import bounds
 from minirt.kernels.adapters import reference
 from minirt.kernels.adapters.operands import AdapterWeights, Groups, most_tiles, tile_rows, tiles_of
+from minirt.kernels.linear.product import TokenAdapter
 from minirt.kernels.reference import ACTIVATE
 
 triton_kernels = pytest.importorskip("minirt.kernels.adapters.add")
@@ -13,18 +14,19 @@ RANKS = (4, 16, 64, 1, 0)
 
 
 def weights_of(parts, K, dtype, device, R=64):
-    """Adapters of five places; what is beyond a rank is NaN."""
+    """Adapters of five places. Of a module without one (rank 0), the weights are those of another adapter."""
     P, N, S = 1 + max(part[2] for part in parts), parts[-1][1], len(RANKS)
     random = torch.Generator().manual_seed(7)
     a, b = torch.randn(S, P, R, K, generator=random) / K**0.5, torch.randn(S, N, R, generator=random)
     ranks = torch.tensor([[RANKS[(place + 2 * module) % S] for module in range(P)] for place in range(S)], dtype=torch.int32)
     for place in range(S):
         for start, end, module in parts:
-            a[place, module, ranks[place, module] :] = torch.nan
-            b[place, start:end, ranks[place, module] :] = torch.nan
-    both = torch.zeros(2, S, P + 3)  # as in an engine, rows of these are apart
-    both[0, :, :P] = torch.rand(S, P, generator=random) + 0.5
-    scales, stored = both[0, :, :P].to(device), both[1].int().to(device)[:, :P]
+            if rank := int(ranks[place, module]):
+                a[place, module, rank:] = 0
+                b[place, start:end, rank:] = 0
+    scales, stored = torch.zeros(S, P + 3, device=device), torch.zeros(S, P + 3, dtype=torch.int32, device=device)
+    scales, stored = scales[:, :P], stored[:, :P]  # as in an engine, rows of these are apart
+    scales.copy_((torch.rand(S, P, generator=random) + 0.5) * (ranks > 0))
     stored.copy_(ranks)
     tiles = torch.tensor(tiles_of(parts), dtype=torch.int32).to(device)
     modules = torch.tensor([module for start, end, module in parts for _ in range(start, end)], dtype=torch.int32).to(device)
@@ -44,6 +46,10 @@ def truth(x, w, adapters, base, norm, eps, activation, parts):
     return out if activation is None else ACTIVATE[activation](out.chunk(2, 1)[0]) * out.chunk(2, 1)[1]
 
 
+def unmarked(count, device):
+    return torch.full((count,), -1, dtype=torch.int32, device=device)
+
+
 def grouped(adapters, places):
     g = reference.group_rows(adapters.cpu(), places, tile_rows(len(adapters)))
     return Groups(g.order.to(adapters.device), g.tiles.to(adapters.device), g.block)
@@ -59,7 +65,7 @@ CASES = [
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize(("T", "K", "parts", "activation"), CASES)
 def test_against_one_row_at_a_time(T, K, parts, activation, normed):
-    """Catches rows of another adapter, ranks beyond an adapter's (NaN here), modules swapped, a part of K left out, a sum that
+    """Catches rows of another adapter, modules without an adapter (rank 0), modules swapped, a part of K left out, a sum that
     enters after the activation, and rows without an adapter that change."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for dtype in (torch.float32, torch.bfloat16) if device == "cuda" else (torch.float32,):
@@ -70,14 +76,15 @@ def test_against_one_row_at_a_time(T, K, parts, activation, normed):
         adapters = torch.randint(-1, len(RANKS), (T,), generator=random, dtype=torch.int32).to(device)
         groups = grouped(adapters, len(RANKS))
         wanted = truth(x, w, adapters, base, norm, 1e-5, activation, parts)
+        tiles = len(groups.tiles)
         theirs = reference.add_adapters(x, w, groups, base.clone(), norm, 1e-5, activation)
-        ours = triton_kernels.add_adapters(x, w, groups, base.clone(), norm, 1e-5, activation)
+        ours = triton_kernels.add_adapters(x, w, groups, base.clone(), norm, 1e-5, activation, marks=unmarked(tiles, device))
         errors = bounds.errors(theirs, wanted)
         assert errors.relative < (1e-5 if dtype == torch.float32 else 2e-2), "the reference"
         assert bounds.fault(bounds.errors(ours, wanted), errors, bounds.floor(dtype)) is None
         if activation is None:
             assert torch.equal(ours[adapters < 0], base[adapters < 0])
-        again = triton_kernels.add_adapters(x, w, groups, base.clone(), norm, 1e-5, activation)
+        again = triton_kernels.add_adapters(x, w, groups, base.clone(), norm, 1e-5, activation, marks=unmarked(tiles, device))
         assert torch.equal(ours, again)
 
 
@@ -135,15 +142,16 @@ def test_one_token_in_its_product(K, parts, activation, adapter):
     x, weight = torch.randn(1, K, generator=random).to(device), (torch.randn(N, K, generator=random) / K**0.5).to(device)
     norm = (torch.rand(K, generator=random) + 0.5).to(device) if K != 97 else None
     groups = grouped(torch.tensor([adapter], dtype=torch.int32, device=device), len(RANKS))
-    expansion = triton_kernels.expansion(x, w, groups, norm)
+    y = unmarked(w.a.shape[1] * w.a.shape[2], device)
+    adapter_of_token = TokenAdapter(w.a, w.b, w.scales, w.modules, groups.tiles, y, w.scales.stride(0))
     h = x.double() if norm is None else x.double() / (x.double().square().mean() + 1e-5).sqrt() * norm.double()
     base, adapters = h @ weight.double().T, torch.tensor([adapter])
     if norm is None:
         residual = torch.randn(1, N, generator=random).to(device)
-        ours, base = linear_residual(x, weight, residual, adapter=expansion), base + residual.double()
+        ours, base = linear_residual(x, weight, residual, adapter=adapter_of_token), base + residual.double()
     elif activation is None:
-        ours = norm_linear(x, norm, 1e-5, weight, adapter=expansion)
+        ours = norm_linear(x, norm, 1e-5, weight, adapter=adapter_of_token)
     else:
-        ours = norm_gate_up(x, norm, 1e-5, weight, activation, adapter=expansion)
+        ours = norm_gate_up(x, norm, 1e-5, weight, activation, adapter=adapter_of_token)
     wanted = truth(x, w, adapters, base, norm, 1e-5, activation, parts)
     assert bounds.errors(ours, wanted).relative < 1e-5
