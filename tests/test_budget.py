@@ -19,7 +19,7 @@ BUDGET = {
     "minirt": 2_099,  # `Generator.profile`, functions by name; adapters per request
     "minirt/engine": 3_433,  # captures without garbage collection; cache groups by window; adapters: places, steps
     "minirt/step": 449,  # page tables by cache group
-    "minirt/layers": 986,  # invariant mixtures; windows, norms and factors of families; adapters of linears; experts beside an MLP
+    "minirt/layers": 986,  # invariant mixtures; windows, norms and factors of families; adapters of linears
     "minirt/modeling": 1_642,  # windows by layer, and nine families' settings; MXFP4
     "minirt/loading": 1_686,  # the memory of windows; adapters: options, memory; experts in MXFP4; tensors of sound
     "minirt/speculative": 296,
@@ -37,7 +37,7 @@ BUDGET = {
     "minirt/patching": 629,
     "bench": 6_157,
     "examples": 249,  # logit lens, linear probe, steering vector, a profile, a bad layer
-    "tests": 41_855,  # faults of the order of sums; windows against transformers, eight families; addressed messages; adapters; MXFP4, gpt-oss, Gemma 4; ranks
+    "tests": 41_855,  # faults of the order of sums; windows against transformers, eight families; addressed messages; MXFP4; ranks
     "minirt/adapters": 487,  # LoRA: files, merging, places on the device, rows
 }
 
