@@ -37,7 +37,7 @@ BUDGET = {
     "minirt/patching": 629,
     "bench": 6_157,
     "examples": 249,  # logit lens, linear probe, steering vector, a profile, a bad layer
-    "tests": 41_855,  # faults of the order of sums; windows against transformers, eight families; addressed messages; MXFP4; ranks
+    "tests": 41_855,  # faults of the order of sums; windows against transformers, eight families; addressed messages; ranks
     "minirt/adapters": 487,  # LoRA: files, merging, places on the device, rows
 }
 
