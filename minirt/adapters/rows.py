@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from minirt.device import is_nvidia
+from minirt.errors import InputError
 from minirt.kernels.adapters import reference
 from minirt.kernels.adapters.operands import AdapterWeights, Groups, most_tiles, tile_rows
 from minirt.kernels.step.table import ADAPTER, StepTensors
@@ -50,7 +51,8 @@ class Marks:
 
     def take(self, count: int) -> Tensor:
         start, self._taken = self._taken, self._taken + padded_marks(count)
-        assert self._taken <= len(self._words), "more uses of linears than the model has"
+        if self._taken > len(self._words):
+            raise InputError("a step uses more linears than the model has", where="Marks.take", expected=len(self._words))
         return self._words[start : start + count]
 
 
