@@ -209,10 +209,10 @@ def mlp_and_moe_eager(layer: MLPAndMoE) -> Forward:
 
 @register("mlp_and_moe", "triton", unsupported=triton_unsupported, capturable=True)
 def mlp_and_moe_triton(layer: MLPAndMoE) -> Forward:
-    """The MLP and its norm, in CUDA graphs beside norm · router · experts; then two norms with what they are added to."""
-    from minirt.kernels.linear.dispatch import norm_gate_up, norm_linear
+    """The MLP, in CUDA graphs beside norm · router · experts; then the norms after both and after their sum, and the residual."""
+    from minirt.kernels.linear.dispatch import norm_gate_up, norm_linear, triggers_early
     from minirt.kernels.moe.dispatch import mixture_residual, router_logits
-    from minirt.kernels.norm import norm_residual, rms_norm
+    from minirt.kernels.norm import Branch, norm_residual
 
     eps, activation, moe, pdl = layer.config.rms_norm_eps, layer.config.hidden_act, layer.moe, layer.context.pdl
     router, first, last, side = layer.router, layer.mlp_gate_up, layer.mlp_down, layer.context.side_stream
@@ -226,7 +226,6 @@ def mlp_and_moe_triton(layer: MLPAndMoE) -> Forward:
                 check=False,
             )  # fmt: skip
             dense = norm_linear(h, None, 0.0, last.weight, scale=last.scale, workspace=side.workspace, pdl=pdl, check=False)
-            rms_norm(dense, layer.mlp_post.weight, eps, out=dense, pdl=pdl, check=False)
         logits = router_logits(
             x, layer.router_norm.weight, eps, router.weight, moe.experts_per_token, four_bits=four_bits, pdl=pdl
         )
@@ -235,7 +234,10 @@ def mlp_and_moe_triton(layer: MLPAndMoE) -> Forward:
             eps=eps, gate_up_scale=gate_up_scale, down_scale=down_scale, factors=layer.factors.weight, pdl=pdl, check=False,
         )  # fmt: skip
         side.join()
-        norm_residual(y, layer.experts_post.weight, eps, dense, out=y, check=False)
-        return norm_residual(y, layer.post_norm.weight, eps, x, out=y, factor=layer.factor.weight, pdl=pdl, check=False)
+        branch = Branch(layer.experts_post.weight, dense, layer.mlp_post.weight)
+        return norm_residual(
+            y, layer.post_norm.weight, eps, x, out=y, factor=layer.factor.weight, branch=branch, early=triggers_early(x), pdl=pdl,
+            check=False,
+        )  # fmt: skip
 
     return forward
