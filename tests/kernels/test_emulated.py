@@ -59,12 +59,15 @@ def emulated(files: Sequence[str], selection: str, without: str = "") -> str:
         (["linear/test_fp8_blocks.py"], "test_hopper_small", 4),
         (["gated_delta/test_gated_delta.py"], "against_reference and bfloat16 and 70 and 64 and not 129", 1),
         (["moe/test_products_int4.py"], f"{FP16} and test_one_product and (70 or 96 or mx)", 6),
+        (["moe/test_experts_int4_sm90.py"], f"test_one_product and {FP16}", 8),
+        (["moe/test_experts_int4_sm90.py"], "test_one_product and bfloat16 and mx and (70 or 104)", 2),
         (["moe/test_few_tokens_int4.py"], "bfloat16 and any_configuration and (300 or 1400 or 320)", 4),
         (["linear/test_int4_hopper.py"], f"{FP16} and (gelu_tanh or (7 and 33) or (40 and 140) or mx)", 9),
     ],
     ids=[
         "decode", "decode of long sequences", "decode in 16 bits", "settings", "windows", "prompts", "experts",
-        "experts in blocks", "linear", "gated delta", "experts of 4 bits", "few tokens' experts of 4 bits", "int4",
+        "experts in blocks", "linear", "gated delta", "experts of 4 bits", "Hopper's experts of 4 bits", "Hopper's MXFP4 experts",
+        "few tokens' experts of 4 bits", "int4",
     ],
 )
 def test_kernels(files, selection, count):
