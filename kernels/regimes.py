@@ -84,7 +84,8 @@ class SumOrder:
         by_tokens: whether the order depends on the number of tokens of the step, within the regime: through the split, or the
             length of a step in K. In attention: on the number of sequences, or of a sequence's new tokens.
         invariant: whether, with an invariant `Workspace`, it has the order that all kernels of the table have then, for any
-            number of rows: products in ascending K, in parts of `product.part_of` elements, attention in KV splits.
+            number of rows: products in ascending K, in parts of `product.part_of` elements, those of experts and of the router
+            in parts of one length, attention in KV splits.
         accumulator: of the sums. "fp32"; "fp32 steps": for FP8, whose MMA keeps fewer bits, steps in K are added in fp32.
     """
 

@@ -86,12 +86,13 @@ REGIMES = (
     ),
     _of(gemv_int4.gemv_int4, gemv_int4.FAMILY, 1, 1, limits=Limits(_INT4, norm=True), sums=SumOrder("threads")),
     _of(
-        gemm_int4.gemm_int4, gemm_int4.FAMILY, 2, gemm_int4.MAX_TOKENS, variant=gemm_int4.token_block,
-        padded=gemm_int4.token_block, limits=Limits(_INT4), sums=SumOrder("steps", splits=True, by_tokens=True),
+        gemm_int4.gemm_int4, gemm_int4.FAMILY, 1, gemm_int4.MAX_TOKENS, variant=gemm_int4.token_block,
+        padded=gemm_int4.token_block, limits=Limits(_INT4),
+        sums=SumOrder("steps", splits=True, by_tokens=True, invariant=True),
     ),
     LinearRegime(  # its order is that of the kernel that multiplies the unpacked weight
         "gemm_unpacked", "tokens", gemm_int4.MAX_TOKENS + 1, launch=lambda product: gemm_int4.gemm_unpacked(product, launch),
-        limits=Limits(_INT4), sums=SumOrder("steps", splits=True, by_tokens=True),
+        limits=Limits(_INT4), sums=SumOrder("steps", splits=True, by_tokens=True, invariant=True),
     ),
     _of(gemv.gemv, gemv.FAMILY, 1, 1, limits=Limits(("fp16", "fp32", *_FP8), norm=True), sums=SumOrder("threads")),
     _of(

@@ -42,6 +42,7 @@ CHUNK = INT4_CHUNK  # columns that a row's 32 words hold
 MAX_TOKENS = 256  # of `gemm_int4`
 _MOST_PARTS = 9  # of K
 _EXACT_TOKENS = 64  # tokens up to which scales multiply sums
+_SPLIT_TOKENS = 128  # tokens up to which, in one order, each part of K is of another program
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -94,6 +95,16 @@ def _scaled(q, scale, DTYPE: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
+def _rounded(q, words, J: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """The weights of nibble J in DTYPE: q · scale, rounded. `words`: the scale word of each row."""
+    if words.dtype == tl.uint32:
+        power = factor(words, J)[:, None]
+        return times_power(q, power) if ASM else (q.to(tl.float32) * power).to(DTYPE)
+    else:
+        return _scaled(q, factor(words), DTYPE, ASM)
+
+
+@triton.jit
 def load_chunk(ptrs, k, K: tl.constexpr):
     """The columns of x from k on that a chunk's nibbles multiply: four times 32. Masked only if chunks may reach past K."""
     columns = ()
@@ -116,9 +127,7 @@ def multiply_chunk(w, words, x, acc, GROUP: tl.constexpr, EXACT: tl.constexpr, D
                 part = tl.dot(q[j], x[j].T, tl.zeros(acc.shape, tl.float32), input_precision="ieee")
                 acc += part * factor(words[0], j)[:, None]
             else:
-                power = factor(words[0], j)[:, None]
-                weights = times_power(q[j], power) if ASM else (q[j].to(tl.float32) * power).to(DTYPE)
-                acc = tl.dot(weights, x[j].T, acc, input_precision="ieee")
+                acc = tl.dot(_rounded(q[j], words[0], j, DTYPE, ASM), x[j].T, acc, input_precision="ieee")
     elif EXACT:
         for g in tl.static_range(4 // GROUP):
             q, part = _unpack(w, words[g], DTYPE, ASM), tl.zeros(acc.shape, tl.float32)
@@ -128,14 +137,14 @@ def multiply_chunk(w, words, x, acc, GROUP: tl.constexpr, EXACT: tl.constexpr, D
     else:
         for j in tl.static_range(4):
             q = _unpack(w, words[j // GROUP], DTYPE, ASM)
-            acc = tl.dot(_scaled(q[j], factor(words[j // GROUP]), DTYPE, ASM), x[j].T, acc, input_precision="ieee")
+            acc = tl.dot(_rounded(q[j], words[j // GROUP], j, DTYPE, ASM), x[j].T, acc, input_precision="ieee")
     return acc
 
 
 @compile_time
 class _Constants(NamedTuple):
     """What a launch compiles in. GROUP: groups have 32 · GROUP columns. EXACT: as in `Int4Config`. ASM: whether words
-    are unpacked by inline assembly, in 16 bits and not in the interpreter."""
+    are unpacked by inline assembly, in 16 bits and not in the interpreter. ONE_ORDER: as in `gemm_small`, in chunks."""
 
     K: int
     GROUP: int
@@ -146,6 +155,7 @@ class _Constants(NamedTuple):
     STAGES: int
     EXACT: bool
     ASM: bool
+    ONE_ORDER: int = 0
 
 
 @prepared
@@ -154,7 +164,8 @@ def _gemm_int4_kernel(x_ptr, weight_ptr, ep, out_ptr, sums_ptr, counters_ptr, T,
     """A tile [BLOCK_N, BLOCK_T] of out [T, N]."""
     GATED: tl.constexpr = ep.activation is not None
     CHUNKS: tl.constexpr = (C.K + 128 - 1) // 128
-    PART: tl.constexpr = (CHUNKS + C.SPLIT - 1) // C.SPLIT
+    PART: tl.constexpr = C.ONE_ORDER if C.ONE_ORDER != 0 and C.SPLIT > 1 else (CHUNKS + C.SPLIT - 1) // C.SPLIT
+    SEVERAL: tl.constexpr = C.SPLIT == 1 and C.ONE_ORDER != 0 and C.ONE_ORDER < CHUNKS  # parts of a program
     columns = tl.cdiv(T, C.BLOCK_T)
     part = tl.program_id(0) % C.SPLIT
     tile = tl.program_id(0) // C.SPLIT
@@ -185,7 +196,12 @@ def _gemm_int4_kernel(x_ptr, weight_ptr, ep, out_ptr, sums_ptr, counters_ptr, T,
     w_ptrs = row_ptrs[:, None] + s[None, :]
     acc = tl.zeros((C.BLOCK_N, C.BLOCK_T), tl.float32)
     acc_up = acc
+    if SEVERAL:
+        sums = acc
     for chunk in tl.range(first, last, num_stages=C.STAGES):
+        if SEVERAL:  # never if gated, see `product.part_of`
+            ended = chunk % C.ONE_ORDER == 0
+            sums, acc = tl.where(ended, sums + acc, sums), tl.where(ended, 0.0, acc)
         x = load_chunk(x_ptrs, chunk * 128, C.K)
         w = tl.load(w_ptrs + chunk * 32, eviction_policy="evict_first")
         words = group_words(scales, all_rows, chunk, C.K, C.GROUP)
@@ -194,6 +210,8 @@ def _gemm_int4_kernel(x_ptr, weight_ptr, ep, out_ptr, sums_ptr, counters_ptr, T,
             w = tl.load(w_ptrs + (chunk * 32 + up), eviction_policy="evict_first")
             words = group_words(scales + N, all_rows, chunk, C.K, C.GROUP)
             acc_up = multiply_chunk(w, words, x, acc_up, C.GROUP, C.EXACT, C.DTYPE, C.ASM)
+    if SEVERAL:
+        acc = sums + acc
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # after the last reads, see `pdl`
     residual = load_residual(ep, at, stored)  # before the wait for the other parts
@@ -210,16 +228,19 @@ def _gemm_int4_kernel(x_ptr, weight_ptr, ep, out_ptr, sums_ptr, counters_ptr, T,
 @prepared
 @triton.jit
 def _unpack_kernel(
-    words_ptr, scale_ptr, out_ptr, N, K: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
+    words_ptr, scale_ptr, out_ptr, N, K: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    MULTIPLIED: tl.constexpr = False, ASM: tl.constexpr = False,
 ):  # fmt: skip
-    """Rows of out [N, K]: 128 columns of BLOCK_N rows."""
+    """Rows of out [N, K]: 128 columns of BLOCK_N rows. MULTIPLIED: to the last bit the weights that `multiply_chunk` multiplies
+    unless it is EXACT."""
     CHUNKS: tl.constexpr = (K + 128 - 1) // 128
     GROUPS: tl.constexpr = (K + 32 * GROUP - 1) // (32 * GROUP)
     chunk = tl.program_id(0) % CHUNKS
     n = tl.program_id(0) // CHUNKS * BLOCK_N + tl.arange(0, BLOCK_N)
     s = tl.arange(0, 32)
     row = tl.minimum(n, N - 1).to(tl.int64)
-    w = tl.load(words_ptr + row[:, None] * (CHUNKS * 32) + (chunk * 32 + s)[None, :]).to(tl.int32)
+    words = tl.load(words_ptr + row[:, None] * (CHUNKS * 32) + (chunk * 32 + s)[None, :])
+    w = words.to(tl.int32)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()  # kernels before this one read the buffer that it writes
@@ -227,7 +248,10 @@ def _unpack_kernel(
         group = tl.minimum((chunk * 4 + j) // GROUP, GROUPS - 1).to(tl.int64)
         scale_words = tl.load(scale_ptr + group * N + row)
         k = chunk * 128 + 32 * j + s
-        if scale_words.dtype == tl.uint32:
+        if MULTIPLIED:
+            q = _unpack(words, scale_words, out_ptr.dtype.element_ty, ASM)
+            value = _rounded(q[j], scale_words, j, out_ptr.dtype.element_ty, ASM)
+        elif scale_words.dtype == tl.uint32:
             value = e2m1(w, j) * factor(scale_words, j)[:, None]
         else:
             value = (((w >> (4 * j)) & 15).to(tl.float32) - zero_point(scale_words)[:, None]) * factor(scale_words)[:, None]
@@ -243,6 +267,15 @@ def is_int4(weight: Tensor) -> bool:
 
 def rule(facts: ProductFacts, gpu: Gpu) -> Int4Config:
     """From sweeps (docs/decisions/int4.md). It depends on T only through `token_block`."""
+    c = _free_rule(facts, gpu)
+    if not facts.part:
+        return c
+    # The one order is that of the 16-bit product of the unpacked weight. With more tokens, the workspace has no room for parts.
+    split = cdiv(facts.K, facts.part) if facts.T <= _SPLIT_TOKENS else 1
+    return replace(c, block_n=min(c.block_n, 64), split=split, exact=False)
+
+
+def _free_rule(facts: ProductFacts, gpu: Gpu) -> Int4Config:
     T, N, K, itemsize, gated, (cc, num_sms) = facts.T, facts.N, facts.K, facts.itemsize, facts.gated, gpu
     block_t, chunks = token_block(T), cdiv(K, CHUNK)
     if itemsize == 4:
@@ -281,15 +314,16 @@ def gemm_int4(product: Product, config: Int4Config | None = None) -> None:
     """Write the output of a product with 4-bit weights. `dispatch` checks it before."""
     x, ep, workspace, (T, N, K) = product.x, product.epilogue, product.workspace, product.shape
     _, group = scale_words(product)
-    c = config or FAMILY.lookup(x.device, product.facts(token_block(T)))
+    facts = product.facts(token_block(T))
+    c = config or FAMILY.lookup(x.device, facts)
     tiles = cdiv(N, c.block_n) * cdiv(T, c.block_t)
     split, sums, counters = 1, None, None
     if workspace is not None and c.split > 1:
-        split = even_parts(cdiv(K, CHUNK), c.split)
+        split = c.split if facts.part else even_parts(cdiv(K, CHUNK), c.split)
         sums, counters = workspace.sums(tiles * split * c.block_n * c.block_t), workspace.counters(tiles)
     constants = _Constants(
         K, group // 32, DTYPES[x.dtype], split, c.block_n, c.block_t, c.num_stages, c.exact,
-        ASM=x.element_size() == 2 and not interpreting(),
+        ASM=_by_assembly(x.dtype), ONE_ORDER=facts.part // CHUNK if facts.part < K else 0,
     )  # fmt: skip
     _gemm_int4_kernel[(tiles * split,)](
         x, product.weight, ep, product.out, sums, counters, T, N, C=constants, maxnreg=registers(c.num_warps, c.programs),
@@ -297,13 +331,21 @@ def gemm_int4(product: Product, config: Int4Config | None = None) -> None:
     )  # fmt: skip
 
 
-def unpack_weight(words: Tensor, scale: Tensor, K: int, dtype: torch.dtype, pdl: bool = False) -> Tensor:
-    """Packed words [N, ⌈K / 128⌉ · 32] and scale words [groups, N] → the weight [N, K] in `dtype`."""
+def _by_assembly(dtype: torch.dtype) -> bool:
+    return dtype.itemsize == 2 and not interpreting()
+
+
+def unpack_weight(
+    words: Tensor, scale: Tensor, K: int, dtype: torch.dtype, pdl: bool = False, multiplied: bool = False
+) -> Tensor:
+    """Packed words [N, ⌈K / 128⌉ · 32] and scale words [groups, N] → the weight [N, K] in `dtype`. multiplied: as `gemm_int4`
+    rounds it in an invariant step."""
     N = words.shape[0]
     out = torch.empty(N, K, dtype=dtype, device=words.device)
     _unpack_kernel[(cdiv(N, 32) * cdiv(K, CHUNK),)](
-        words, scale, out, N, K=K, GROUP=int4_group(K, scale.shape[0]) // 32, BLOCK_N=32, **launch_options(4, 1, pdl)
-    )
+        words, scale, out, N, K=K, GROUP=int4_group(K, scale.shape[0]) // 32, BLOCK_N=32, MULTIPLIED=multiplied,
+        ASM=multiplied and _by_assembly(dtype), **launch_options(4, 1, pdl),
+    )  # fmt: skip
     return out
 
 
@@ -311,7 +353,7 @@ def gemm_unpacked(product: Product, launch: Callable[[Product], None]) -> None:
     """Unpack the weight, and let `launch` write the output of the 16-bit product."""
     x, ep = product.x, product.epilogue
     scale, _ = scale_words(product)
-    wide = unpack_weight(product.weight, scale, x.shape[1], x.dtype, product.pdl)
+    wide = unpack_weight(product.weight, scale, x.shape[1], x.dtype, product.pdl, product.invariant)
     launch(product._replace(weight=wide, epilogue=ep._replace(scale=None)))
 
 

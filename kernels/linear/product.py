@@ -163,13 +163,13 @@ class Product(NamedTuple):
     def facts(self, tokens: int, E: int = 1, k: int = 1, rows: int = 0) -> ProductFacts:
         """What its launch configuration may depend on. The arguments are fields of `ProductFacts`, `tokens` is T."""
         x, out, ep, itemsize = self.x, self.out, self.epilogue, self.weight.element_size()
+        itemsize = itemsize if itemsize == 1 else x.element_size()  # 4-bit words have 2 bytes
         gated, blocks = ep.activation is not None, ep.scale is not None and self.scale_rows is not None
         part = part_of(out.shape[1], x.shape[1], itemsize, gated, blocks) if self.invariant else 0
         # Every launch asks, and a call of the class takes several times as long.
         return _new(ProductFacts, (
-            tokens, out.shape[1], x.shape[1], itemsize if itemsize == 1 else x.element_size(),  # 4-bit words have 2 bytes
-            gated, ep.residual is not None, blocks, out.element_size(), self.workspace is not None and ep.row_maxima is None,
-            E, k, rows, part,
+            tokens, out.shape[1], x.shape[1], itemsize, gated, ep.residual is not None, blocks, out.element_size(),
+            self.workspace is not None and ep.row_maxima is None, E, k, rows, part,
         ))  # fmt: skip
 
     def with_x(self, x: Tensor, x_scale: Tensor | None = None) -> "Product":

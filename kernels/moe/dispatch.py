@@ -116,8 +116,8 @@ REGIMES = (
         limits=Limits(_INT4, norm=True, alignment=16), sums=SumOrder("threads"),
     ),
     MixtureRegime(
-        "experts_sm90", "tokens", 2, variant=last_tokens, capability=90, launch=_sm90, suits=experts_sm90.suits,
-        limits=SPECIAL[90].experts["experts_sm90"], sums=SumOrder("steps", accumulator="fp32 steps"),
+        "experts_sm90", "tokens", 1, variant=last_tokens, capability=90, launch=_sm90, suits=experts_sm90.suits,
+        limits=SPECIAL[90].experts["experts_sm90"], sums=SumOrder("steps", accumulator="fp32 steps", invariant=True),
     ),
     MixtureRegime(
         "experts_int4_sm90", "tokens", 2, variant=last_tokens, capability=90, launch=_sm90,
@@ -125,11 +125,11 @@ REGIMES = (
     ),
     MixtureRegime(
         "experts_int4", "tokens", 1, variant=last_tokens, launch=partial(_tiles, kernels=products_int4),
-        limits=Limits(_INT4), sums=SumOrder("steps"),
+        limits=Limits(_INT4), sums=SumOrder("steps", invariant=True),
     ),
-    MixtureRegime(
+    MixtureRegime(  # in FP8, tiles of few rows use an instruction that adds in another order
         "experts", "tokens", 1, variant=last_tokens, launch=_tiles, limits=Limits(_ALL),
-        sums=SumOrder("steps", accumulator="fp32 steps"),
+        suits=lambda m: not (m.invariant and m.quantized), sums=SumOrder("steps", accumulator="fp32 steps", invariant=True),
     ),
 )  # fmt: skip
 ROUTER = (
@@ -138,25 +138,26 @@ ROUTER = (
         sums=SumOrder("threads"),
     ),
     Regime(
-        "router", "tokens", 2, variant=router.last_tokens, limits=Limits(("fp16", "fp32"), norm=True),
-        sums=SumOrder("steps", splits=True, by_tokens=True),
+        "router", "tokens", 1, variant=router.last_tokens, limits=Limits(("fp16", "fp32"), norm=True),
+        sums=SumOrder("steps", splits=True, by_tokens=True, invariant=True),
     ),
 )  # fmt: skip
 
 
 def router_logits(
     x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, top_k: int, *, bias: Tensor | None = None,
-    four_bits: bool = False, pdl: bool = False,
+    four_bits: bool = False, invariant: bool = False, pdl: bool = False,
 ) -> Tensor | LogitParts:  # fmt: skip
     """rms_norm(x) · weightᵀ + bias, for `mixture_residual`: x [T, H], norm_weight [H] or None (no norm), weight [E, H] → [T, E].
 
     If the kernels of few tokens do not take the step, K is split, and the partial sums are not added yet (`LogitParts`).
 
-    top_k: experts of a token. four_bits: whether the experts have 4 bits. pdl: as for the linear layers.
+    top_k: experts of a token. four_bits: whether the experts have 4 bits. invariant: as of `Mixture`. pdl: as for the linear
+    layers.
     """
     T, E = x.shape[0], weight.shape[0]
-    if not reference.few_tokens(T, top_k, E) or (four_bits and few_tokens_int4.MOST < T):
-        return router.router_logits(x, norm_weight, eps, weight, bias=bias, pdl=pdl)
+    if invariant or not reference.few_tokens(T, top_k, E) or (four_bits and few_tokens_int4.MOST < T):
+        return router.router_logits(x, norm_weight, eps, weight, bias=bias, pdl=pdl, invariant=invariant)
     logits = x.new_empty(T, E)
     if T:
         epilogue = Epilogue() if bias is None else Epilogue(bias=bias)
@@ -170,7 +171,7 @@ def mixture_residual(
     gate_up_scale: Tensor | None = None, down_scale: Tensor | None = None,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, limit: float = 0.0, alpha: float = 1.0,
     shared: SharedExpert | SharedOutput | None = None, side: SideStream | None = None, factors: Tensor | None = None,
-    pdl: bool = False, check: bool = True,
+    invariant: bool = False, pdl: bool = False, check: bool = True,
 ) -> Tensor:  # fmt: skip
     """residual + Σ_j w_j · expert_j(h) + sigmoid(gate) · shared → [T, H]: `mixture` of separate operands. residual None: 0.
 
@@ -180,7 +181,7 @@ def mixture_residual(
     return mixture(
         Mixture(
             h, logits, gate_up, down, residual, torch.empty_like(h), top_k, normalize, activation, norm, gate_up_scale,
-            down_scale, shared, side, pdl, gate_up_bias, down_bias, limit, alpha, factors,
+            down_scale, shared, side, pdl, gate_up_bias, down_bias, limit, alpha, factors, invariant,
         ),
         check=check,
     )  # fmt: skip
@@ -203,11 +204,16 @@ def mixture(m: Mixture, *, check: bool = True) -> Tensor:
 
 
 def regime(m: Mixture) -> MixtureRegime:
-    regimes = covering(REGIMES, m.h.shape[0], capability(m.h.device))
-    for candidate in regimes[:-1]:
+    """The regime of a mixture.
+
+    Raises:
+        InputError: no kernel computes it in the order of an invariant step.
+    """
+    regimes = covering(REGIMES, m.h.shape[0], capability(m.h.device), None, m.invariant)
+    for candidate in regimes:
         if candidate.accepts(m):
             return candidate
-    return regimes[-1]  # it takes the rest
+    raise InputError("no kernel computes this mixture", where="mixture", found=f"{m.format}, invariant={m.invariant}")
 
 
 def _check(m: Mixture) -> None:

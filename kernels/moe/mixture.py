@@ -39,6 +39,7 @@ class Mixture(NamedTuple):
         pdl: whether to overlap with the kernel before it in the stream (see `minirt.kernels.pdl`).
         gate_up_bias, down_bias: [E, 2I] and [E, H], of h's dtype; None: there are none.
         limit, alpha: of a clamped SwiGLU instead of the activation, see `reference.gated`; a limit of 0: there is none.
+        invariant: whether the order of sums must not depend on the number of tokens, see `SumOrder.invariant`.
     """
 
     h: Tensor
@@ -61,6 +62,7 @@ class Mixture(NamedTuple):
     limit: float = 0.0
     alpha: float = 1.0
     factors: Tensor | None = None
+    invariant: bool = False
 
     @property
     def sizes(self) -> tuple[int, int, int]:

@@ -22,6 +22,7 @@ from minirt.kernels.regimes import up_to
 
 CASES = [{"T": 2, "E": 5, "H": 40}, {"T": 17, "E": 60, "H": 97}, {"T": 33, "E": 130, "H": 528}, {"T": 70, "E": 128, "H": 264}]
 
+_INVARIANT = 128  # every step is split as one of so many tokens
 _EARLY = 128  # the most tokens with which `route` may start before this kernel has its input
 
 
@@ -103,17 +104,20 @@ def _weight(ptrs, norm_ptr, k, H: tl.constexpr):
 last_tokens = up_to(64, _EARLY, 512)  # T → the largest step that launches the same compiled kernel
 
 
-def _split(T: int) -> tuple[int, int]:
-    """(tokens of a program, parts of the hidden size)."""
+def _split(T: int, invariant: bool = False) -> tuple[int, int]:
+    """(tokens of a program, parts of the hidden size). Sums of squares follow the layout of the tile, so `invariant` has one."""
+    T = _INVARIANT if invariant else T
     return (16, 16) if T <= 64 else (64, 16) if T <= 512 else (64, 4)
 
 
 def router_logits(
-    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, *, bias: Tensor | None = None, pdl: bool = False
-) -> LogitParts:
-    """Parts of rms_norm(x) · weightᵀ + bias: x [T, H], norm_weight [H] or None (no norm), weight [E, H], bias [E] or None."""
+    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, *, bias: Tensor | None = None, pdl: bool = False,
+    invariant: bool = False,
+) -> LogitParts:  # fmt: skip
+    """Parts of rms_norm(x) · weightᵀ + bias: x [T, H], norm_weight [H] or None (no norm), weight [E, H], bias [E] or None.
+    invariant: in an order that does not depend on T."""
     (T, H), E = x.shape, weight.shape[0]
-    (block_t, parts), block_k = _split(T), 256 // x.element_size()
+    (block_t, parts), block_k = _split(T, invariant), 256 // x.element_size()
     part = cdiv(cdiv(H, parts), block_k) * block_k
     parts = cdiv(H, part)
     sums = torch.empty(parts, T, E, dtype=torch.float32, device=x.device)

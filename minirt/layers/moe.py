@@ -1,11 +1,13 @@
 """`MoE`: the residual layer of a mixture of experts (Shazeer et al. 2017), with a shared expert or without; `MLPAndMoE`."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from minirt.device import compute_capability, is_gpu
 from minirt.errors import ConfigError
 from minirt.kernels import reference
 from minirt.kernels.reference import SharedExpert
@@ -106,16 +108,27 @@ def eager(layer: MoE) -> Forward:
     return forward
 
 
-@register("moe", "triton", unsupported=triton_unsupported, capturable=True)
+def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
+    format = layer.gate_up.format if isinstance(layer, MoE) else None
+    if isinstance(layer, MoE) and layer.context.invariant and format is not None and format.rounds_activations:
+        sizes = layer.config.hidden_size, layer.moe.intermediate_size
+        hopper = is_gpu(device) and compute_capability(device) == (9, 0)
+        if not hopper or layer.context.dtype.itemsize != 2 or math.gcd(*sizes) % 64:
+            needed = "compute capability 9.0, 16-bit activations and sizes that are multiples of 64"
+            return f"batch-invariant experts in FP8 need {needed}; these have {sizes[0]} and {sizes[1]}"
+    return triton_unsupported(layer, device)
+
+
+@register("moe", "triton", unsupported=_triton_unsupported, capturable=True, batch_invariant=True)
 def triton(layer: MoE) -> Forward:
-    """Norm · router · the experts, with the residual. Few tokens have a shared expert as one more. Of more tokens, it and its
-    gate are products like those of `MLP`, in CUDA graphs beside the experts."""
+    """Norm · router · the experts, with the residual. Few tokens have a shared expert as one more. Of more tokens, and in an
+    invariant step, it and its gate are products like those of `MLP`, in CUDA graphs beside the experts."""
     from minirt.kernels.linear.dispatch import norm_gate_up, norm_linear
     from minirt.kernels.moe.dispatch import mixture_residual, router_logits
     from minirt.kernels.moe.mixture import SharedOutput
 
     eps, activation, moe = layer.config.rms_norm_eps, layer.config.hidden_act, layer.moe
-    norm, router, pdl = layer.norm, layer.router, layer.context.pdl
+    norm, router, pdl, invariant = layer.norm, layer.router, layer.context.pdl, layer.context.invariant
     expert = _shared_expert(layer)  # the shared one
     side, top_k = None if expert is None else layer.context.side_stream, moe.experts_per_token
     (gate_up, gate_up_scale), (down, down_scale) = layer.gate_up.stacked, layer.down.stacked
@@ -125,20 +138,26 @@ def triton(layer: MoE) -> Forward:
     def output(x: Tensor, expert: SharedExpert, side: "SideStream") -> SharedOutput:
         """The shared expert's, beside the kernels that follow."""
         with side.fork():
-            h = norm_gate_up(x, norm.weight, eps, expert.gate_up, activation, scale=expert.gate_up_scale, pdl=pdl, check=False)
+            h = norm_gate_up(
+                x, norm.weight, eps, expert.gate_up, activation, scale=expert.gate_up_scale,
+                workspace=side.workspace if invariant else None, pdl=pdl, check=False,
+            )  # fmt: skip
             y = norm_linear(h, None, 0.0, expert.down, scale=expert.down_scale, workspace=side.workspace, pdl=pdl, check=False)
             gate = norm_linear(x, norm.weight, eps, expert.gate, workspace=side.workspace, pdl=pdl, check=False)
             return SharedOutput(y, gate)
 
     def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:  # each kernel that reads x normalizes it
         shared: SharedExpert | SharedOutput | None = expert
-        if expert is not None and side is not None and not reference.computes_shared(len(x), top_k, *stored, expert):
+        joins = expert is not None and not invariant and reference.computes_shared(len(x), top_k, *stored, expert)
+        if expert is not None and side is not None and not joins:
             shared = output(x, expert, side)
-        logits = router_logits(x, norm.weight, eps, router.weight, top_k, bias=router.bias, four_bits=four_bits, pdl=pdl)
+        logits = router_logits(
+            x, norm.weight, eps, router.weight, top_k, bias=router.bias, four_bits=four_bits, invariant=invariant, pdl=pdl
+        )
         return mixture_residual(
             x, logits, gate_up, down, x, top_k, moe.normalize, activation, norm_weight=norm.weight, eps=eps,
             gate_up_scale=gate_up_scale, down_scale=down_scale, gate_up_bias=gate_up_bias, down_bias=down_bias, limit=moe.limit,
-            alpha=moe.alpha, shared=shared, side=side, pdl=pdl, check=False,
+            alpha=moe.alpha, shared=shared, side=side, invariant=invariant, pdl=pdl, check=False,
         )  # fmt: skip
 
     return forward

@@ -64,14 +64,12 @@ class LinearFormat(ABC):
         name: as the plan shows it. Formats with one name have the same memory and the same kernels.
         capability: the lowest compute capability of its kernels; infinity: no Triton kernel computes it.
         rounds_activations: whether steps of several tokens round activations to e4m3.
-        batch_invariant: whether its kernels have one order of sums for any number of tokens (`kernels.regimes.SumOrder`).
         chunk: weights that are quantized or repacked at a time.
     """
 
     name: ClassVar[str]
     capability: ClassVar[float] = 8.9
     rounds_activations: ClassVar[bool] = True
-    batch_invariant: ClassVar[bool] = True
     chunk: ClassVar[int] = CHUNK
 
     def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
@@ -246,7 +244,7 @@ class _Int4(LinearFormat):
 
     name = "int4"
     capability = 8.0
-    rounds_activations = batch_invariant = False
+    rounds_activations = False
     group: int
 
     def scale_shape(self, rows: Sequence[int], K: int) -> tuple[int, ...]:

@@ -246,12 +246,10 @@ class Model:
 
 def _check_invariance(layer: Layer, chosen: Implementation, why: str) -> None:
     """Refuse a layer whose results may depend on what else a step computes. why: this implementation was chosen."""
-    other = next((p.format for p in layer.parameters() if p.format is not None and not p.format.batch_invariant), None)
-    if chosen.batch_invariant and other is None:
-        return
-    what = f"implementation {chosen.name!r} ({why})" if other is None else f"weights in {other.name}"
-    expected = "attention and MLP layers on a GPU, or layers that declare it, in 16 or 32 bits or FP8"
-    raise UnsupportedError(f"{layer.name}: {what} cannot be batch-invariant", where="--batch-invariant", expected=expected)
+    if not chosen.batch_invariant:
+        what = f"{layer.name}: implementation {chosen.name!r} ({why}) cannot be batch-invariant"
+        expected = "attention and MLP layers on a GPU, or layers that declare it"
+        raise UnsupportedError(what, where="--batch-invariant", expected=expected)
 
 
 def in_order(config: ModelConfig, layers: Iterable[Layer]) -> list[Layer]:

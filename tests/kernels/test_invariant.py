@@ -2,7 +2,8 @@
 
 Catches: tiles, steps or splits of K chosen by the number of tokens; another instruction for few tokens; FP8 sums that are set
 aside after other elements; attention of prompts that adds KV splits in another order than decoding, or rescales by factors that
-round; sums over a row whose order is that of a tile's layout; QK-norms by the number of tokens.
+round; sums over a row whose order is that of a tile's layout; QK-norms by the number of tokens; other kernels, other parts of
+the router's logits, or another sum over experts, for some steps of a mixture.
 """
 
 import itertools
@@ -20,6 +21,8 @@ from minirt.kernels.attention.operands import AttentionInput, KVPages, Rope, Sco
 from minirt.kernels.launch import Workspace
 from minirt.kernels.linear.dispatch import linear
 from minirt.kernels.linear.product import Epilogue, Norm, Product
+from minirt.kernels.moe.dispatch import mixture_residual, router_logits
+from minirt.kernels.moe.mixture import SharedOutput
 
 pytestmark = pytest.mark.gpu
 TOKENS = (1, 2, 7, 16, 17, 33, 64, 65, 128, 129, 192, 300, 700)
@@ -71,8 +74,9 @@ def test_powers_of_two_are_exact(device):
 @pytest.mark.parametrize(("N", "K", "form"), [
     (96, 576, "plain"), (512, 3584, "residual"), (4608, 3584, "bias"), (1184, 896, "gated"), (3584, 18944, "residual"),
     (18944, 3584, "gated"), (520, 1096, "bias"), (152, 4864, "residual"), (32000, 2048, "logits"),
+    (1, 2048, "plain"),
 ])  # fmt: skip
-@pytest.mark.parametrize("kind", ["bf16", "fp16", "fp8", "fp8_blocks", "fp32"])
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "fp8", "fp8_blocks", "fp32", "int4", "mxfp4"])
 def test_products(N, K, form, kind, device):
     if kind == "fp8_blocks" and (N % 128 or K % 128):
         pytest.skip("blocks of 128")
@@ -91,6 +95,8 @@ def test_products(N, K, form, kind, device):
         scale = scale.flatten()
     elif kind == "fp8_blocks":
         weight, scale = weight.to(torch.float8_e4m3fn), torch.rand(rows // 128, K // 128, generator=gen, device=device) + 0.5
+    elif kind in ("int4", "mxfp4"):
+        weight, scale = reference.quantize_weight(weight, kind)
     x, residual, bias, norm = make(max(TOKENS), K), make(max(TOKENS), N), make(rows), Norm(make(K), 1e-6)
     workspace = Workspace(device, 1 << 24, invariant=True)
 
@@ -113,12 +119,61 @@ def test_products(N, K, form, kind, device):
         assert torch.equal(out, truth[first : first + len(out)]), (first, count)
 
 
+@pytest.mark.parametrize(("E", "k", "H", "inter"), [(128, 8, 2048, 768), (32, 4, 2880, 2880), (8, 2, 1024, 2112)])
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "fp8", "fp8_blocks", "int4", "mxfp4"])
+def test_mixtures(E, k, H, inter, kind, device, on_hopper):
+    if kind == "fp8_blocks" and (H % 128 or inter % 64):
+        pytest.skip("blocks of 128")
+    dtype = torch.float16 if kind == "fp16" else torch.bfloat16
+    gen = torch.Generator(device).manual_seed(E + H)
+
+    def make(*shape, scale=1.0):
+        return (torch.randn(*shape, generator=gen, device=device) * scale).to(dtype)
+
+    def experts(rows, K, part):
+        weight = make(E, rows, K, scale=K**-0.5)
+        if kind in ("bf16", "fp16"):
+            return weight, None
+        stored = [reference.quantize_weight(one, kind, part) for one in weight]
+        return tuple(torch.stack(tensors) for tensors in zip(*stored, strict=True))
+
+    (up, up_scale), (down, down_scale) = experts(2 * inter, H, inter), experts(H, inter, H)
+    T = 1100
+    x, norm, router, y, gate = make(T, H), make(H), make(E, H, scale=H**-0.5), make(T, H), make(T, 1)
+    biased = kind == "mxfp4"
+    bias = make(E) if biased else None
+    biases = {"gate_up_bias": make(E, 2 * inter), "down_bias": make(E, H), "limit": 7.0, "alpha": 1.702} if biased else {}
+
+    def compute(first, count):
+        part = slice(first, first + count)
+        h = x[part].contiguous()
+        logits = router_logits(
+            h, norm, 1e-6, router, k, bias=bias, four_bits=up.dtype == torch.int16,
+            invariant=True, pdl=True,
+        )  # fmt: skip
+        return mixture_residual(
+            h, logits, up, down, h, k, True, "silu", norm_weight=norm, eps=1e-6, gate_up_scale=up_scale, down_scale=down_scale,
+            shared=None if biased else SharedOutput(y[part].contiguous(), gate[part].contiguous()), invariant=True, pdl=True,
+            **biases,
+        )  # fmt: skip
+
+    truth = torch.cat([compute(i, 1) for i in range(40)])
+    assert truth.isfinite().all()
+    for count in (*TOKENS, 1100):
+        out = compute(0, count)[:40]
+        assert torch.equal(out, truth[: len(out)]), f"{count} tokens, {(out != truth[: len(out)]).sum().item()} values differ"
+    for first, count in ((3, 20), (7, 1), (11, 290)):
+        out = compute(first, count)[: 40 - first]
+        assert torch.equal(out, truth[first : first + len(out)]), (first, count)
+
+
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("pages", ["bf16", "fp8", "fp32"])
-@pytest.mark.parametrize(("Nq", "Nkv", "D", "norm"), [
-    (14, 2, 64, False), (7, 1, 128, True), (8, 8, 128, False), (4, 2, 256, True),
+@pytest.mark.parametrize(("Nq", "Nkv", "D", "norm", "sinks"), [
+    (14, 2, 64, False, False), (7, 1, 128, True, False), (8, 8, 128, False, False), (4, 2, 256, True, False),
+    (16, 2, 64, False, True),
 ])  # fmt: skip
-def test_attention(Nq, Nkv, D, norm, pages, window, device):
+def test_attention(Nq, Nkv, D, norm, sinks, pages, window, device):
     """The results of all tokens of a prompt, and its pages, for any division into steps and beside any other sequences."""
     dtype, gen, PAGE = torch.float32 if pages == "fp32" else torch.bfloat16, torch.Generator(device).manual_seed(D + Nq), 16
 
@@ -129,7 +184,7 @@ def test_attention(Nq, Nkv, D, norm, pages, window, device):
     order, per, heads = torch.randperm(256, generator=gen, device=device).int(), 64, [make(n, width) for n in lens]
     tables = order.view(4, per)
     cos_sin, weights = make(1024, D).float(), (make(D), make(D)) if norm else (None, None)
-    shape = 256, PAGE, Nkv, D
+    shape, sink = (256, PAGE, Nkv, D), make(Nq) if sinks else None
     workspace = Workspace(device, 1 << 24, invariant=True)
 
     def cache():
@@ -154,7 +209,7 @@ def test_attention(Nq, Nkv, D, norm, pages, window, device):
             raw, kv, Sequences(torch.stack([tables[b] for b, *_ in parts]), torch.tensor(seq_lens, **i32),
             torch.tensor(starts, **i32), query_starts), Scores(D**-0.5, window),
             torch.full((len(raw), Nq, D), torch.nan, dtype=dtype, device=device), Rope(cos_sin, *weights, 1e-6), positions, slots,
-            workspace, bound, max(seq_lens), max(new), pdl=True,
+            workspace, bound, max(seq_lens), max(new), pdl=True, sinks=sink,
         )  # fmt: skip
         return attention(a).split(new)
 

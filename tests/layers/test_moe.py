@@ -10,6 +10,7 @@ from support.weights import InBlocks
 
 from minirt import models
 from minirt.bench.experts import expert_counts
+from minirt.device import AbsentGPU
 from minirt.errors import ConfigError
 from minirt.kernels import reference
 from minirt.kernels.reference import SharedExpert
@@ -222,6 +223,33 @@ def test_few_tokens_have_the_shared_expert_as_one_more(
     assert layer.shared_down is not None
     layer.shared_down.weight.zero_()
     assert (out - layer(x, NO_BATCH)).norm() > 0.02 * (expected - x).norm()
+
+
+@pytest.mark.parametrize("options", [{"shared_expert_intermediate_size": 37, "num_experts_per_tok": 2}, WIDE], ids=str)
+def test_an_invariant_step(options: dict[str, Any]) -> None:
+    """One token has the bits that it has among others. Catches a shared expert that joins the experts of few tokens."""
+    layer = mixture(device=DEVICE, **options)
+    layer.context.invariant = True
+    forward = implementation("moe", "triton").factory(layer)
+    x = values(9, layer.config.hidden_size).to(DEVICE)
+    out = forward(x, NO_BATCH, None)
+    assert (out - layer(x, NO_BATCH)).norm() <= 2e-6 * (out - x).norm()
+    for row in (0, 8):
+        assert torch.equal(forward(x[row : row + 1].clone(), NO_BATCH, None)[0], out[row])
+
+
+def test_fp8_experts_that_cannot_be_invariant_are_refused() -> None:
+    """Catches a run on kernels whose order depends on the step. Each reason alone."""
+    whole = {"hidden_size": 64, "moe_intermediate_size": 64}
+    for options, dtype, capability, refused in (
+        (whole, torch.bfloat16, (9, 0), False), (whole, torch.bfloat16, (8, 9), True), (whole, torch.float32, (9, 0), True),
+        ({}, torch.bfloat16, (9, 0), True),
+    ):  # fmt: skip
+        layer = mixture(Quantization("fp8"), **options)
+        layer.context.dtype = dtype
+        for layer.context.invariant in (False, True):
+            why = implementation("moe", "triton").unsupported(layer, AbsentGPU("a", 1 << 30, capability))
+            assert ("batch-invariant experts in FP8 need" in str(why)) == (refused and layer.context.invariant)
 
 
 def test_a_shared_expert_of_another_form_has_its_own_kernels() -> None:
