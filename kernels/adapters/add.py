@@ -6,6 +6,7 @@ read B, wait for the first ones, add the parts in their order and multiply them 
 bits rounded to TF32.
 """
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -210,7 +211,7 @@ def _constants(P: int, R: int, K: int, block: int, itemsize: int, activation: st
     )
 
 
-def _options(few: bool, pdl: bool) -> dict[str, Any]:
+def _options(few: bool, pdl: bool) -> Mapping[str, Any]:
     """Two programs of many rows fit on an SM, so that enough of `out` is in flight."""
     return launch_options(4, 1, pdl) if few else {"maxnreg": 128, **launch_options(8, 3, pdl)}
 
