@@ -14,30 +14,31 @@ lines = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(lines)
 
 # What one reads to know how a token is made: the rooms of `lines.CORE` together.
-CORE = 11_408  # batch invariance; windows and nine families; seams of hooks and of adapters
+CORE = 11_683  # shares of several GPUs; batch invariance; windows and nine families; seams of hooks and of adapters
 BUDGET = {
-    "minirt": 2_099,  # `Generator.profile`, functions by name; adapters per request
-    "minirt/engine": 3_432,  # captures without garbage collection; cache groups by window; adapters: places, steps
+    "minirt": 2_112,  # `Generator.profile`, functions by name; adapters per request; ranks
+    "minirt/engine": 3_462,  # captures without garbage collection; cache groups by window; adapters: places, steps; ranks
     "minirt/step": 449,  # page tables by cache group
-    "minirt/layers": 969,  # windows, norms and factors of the families below; adapters of linears; experts beside an MLP
-    "minirt/modeling": 1_645,  # windows by layer, and nine families' settings; MXFP4
-    "minirt/loading": 1_686,  # the memory of windows; adapters: options, memory; experts in MXFP4; tensors of sound
+    "minirt/layers": 1_064,  # windows, norms and factors of families; adapters of linears; experts beside an MLP; shares
+    "minirt/modeling": 1_753,  # windows by layer, and nine families' settings; MXFP4; rows and columns of shares
+    "minirt/loading": 1_715,  # the memory of windows; adapters: options, memory; experts in MXFP4; tensors of sound; shares
     "minirt/speculative": 296,
     "models": 832,  # Granite, Phi, Seed-OSS, Hunyuan, OLMo 3, EXAONE 4, Muse-Glimmer, gpt-oss, Gemma 4
     "models/recipe": 816,  # an adapter's training
     "kernels": 13_400,  # one order of sums for any batch; windows; launchers by thread; adapters by row; heads of 512
     "minirt/hooks": 375,  # hidden states and logits, edits, logits processors
-    "minirt/profiling": 249,  # of `bench`: `Generator.profile`; bytes of windows
+    "minirt/profiling": 251,  # of `bench`: `Generator.profile`; bytes of windows; ranks refused
     "minirt/precompile": 41,  # `minirt compile`
     "minirt/server": 2_924,  # `/ready`; `reasoning_strength`; adapters: names, loading them
     "minirt/text": 2_736,  # addressed messages and calls of Muse-Glimmer; harmony; channels of Gemma 4
     "minirt/structured": 1_200,  # grammars after the header of a message
-    "minirt/cli": 2_823,  # `minirt profile`; presets with one release
+    "minirt/cli": 2_826,  # `minirt profile`; presets with one release
     "minirt/nn": 367,
     "minirt/patching": 629,
     "bench": 6_157,
     "examples": 249,  # logit lens, linear probe, steering vector, a profile, a bad layer
-    "tests": 41_473,  # windows against transformers, eight families; addressed messages; adapters; MXFP4, gpt-oss, Gemma 4
+    "tests": 41_679,  # windows against transformers, eight families; addressed messages; adapters; MXFP4, gpt-oss, Gemma 4; ranks
+    "minirt/parallel": 501,  # several GPUs: processes, messages, sums
     "minirt/adapters": 447,  # LoRA: files, merging, places on the device, rows
 }
 

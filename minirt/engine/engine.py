@@ -62,7 +62,9 @@ class DeviceErrors:
             raise self.failure
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if isinstance(error, Exception) and is_device_failure(error):
+        if isinstance(error, DeviceFailedError):
+            self.failure = error
+        elif isinstance(error, Exception) and is_device_failure(error):
             hint = "start a new process; with CUDA_LAUNCH_BLOCKING=1 it names the call that failed"
             self.failure = DeviceFailedError("the GPU failed", found=str(error).strip().splitlines()[0], hint=hint)
             raise self.failure from error
@@ -102,7 +104,7 @@ class Engine:
             model, cache, device, replace(limits, max_model_len=self.max_len), vocab_size=vocab_size,
             cuda_graphs=options.cuda_graphs, proposer=proposer, adaptive_drafts=options.adaptive_drafts,
         )  # fmt: skip
-        self.checks.hooks = self._runner.hooks
+        self.checks.hooks, self.checks.alone = self._runner.hooks, self._runner.ranks is None
         self._lookahead = int(not self._runner.waits) if options.lookahead is None else options.lookahead
         self._adaptive_drafts = options.adaptive_drafts
         learns = options.adaptive_drafts and limits.max_drafts and device.type != "cuda"  # a GPU's are measured at warm-up
@@ -214,6 +216,7 @@ class Engine:
         """End what runs beside the steps."""
         if self._warm_up is not None:
             self._warm_up.close()
+        self._runner.close()
 
     def add(self, request: Request) -> None:
         """Queue a request that has passed `checks`. Requests share no cached prefix with others that edits change differently."""
