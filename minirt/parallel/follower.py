@@ -83,6 +83,8 @@ def main(descriptor: int, memory: int) -> int:
     try:
         options = LoadOptions(**start["options"])
         ranks, device = options.tensor_parallel, torch.device(options.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # what PyTorch allocates by itself is there, too
         ring = Ring(ranks - 1, memory)
         leader.say("ready")
         this = Ranks(Shard(start["rank"], ranks), device, start["folder"])
