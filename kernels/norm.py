@@ -20,6 +20,18 @@ from minirt.kernels.reference import FP8_BLOCK
 CASES = [{"T": 1, "H": 16}, {"T": 3, "H": 97}, {"T": 17, "H": 576}, {"T": 129, "H": 1536}, {"T": 2, "H": 5120}]
 
 
+@triton.jit
+def normalize(x, weight, H, eps):
+    """RMSNorm of a row of H elements, 0 behind them. weight: may be None."""
+    wide = x.to(tl.float32)
+    inverse_rms = tl.rsqrt(tl.sum(wide * wide, 0) / H + eps)
+    # Round the normalized value to the activation dtype before it is multiplied by the weight, as transformers does.
+    y = (wide * inverse_rms).to(x.dtype)
+    if weight is not None:
+        y *= weight
+    return y
+
+
 @prepared
 @triton.jit
 def _rms_norm_kernel(
@@ -33,17 +45,13 @@ def _rms_norm_kernel(
     t = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_H)
     inside = h < H
+    weight = weight_ptr
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + h, mask=inside, other=0.0)
     if PDL:
         wait_for_input(EARLY)
     x = tl.load(x_ptr + t * H + h, mask=inside, other=0.0)
-    wide = x.to(tl.float32)
-    inverse_rms = tl.rsqrt(tl.sum(wide * wide, 0) / H + eps)
-    # Round the normalized value to the activation dtype before it is multiplied by the weight, as transformers does.
-    y = (wide * inverse_rms).to(x.dtype)
-    if weight_ptr is not None:
-        y *= weight
+    y = normalize(x, weight, H, eps)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + t * H + h, mask=inside, other=0.0)
         y = (residual.to(tl.float32) + y.to(tl.float32)).to(x.dtype)

@@ -89,6 +89,7 @@ class Operation:
 
 
 _TABLE = "the table of slots is minirt's, for its steps"
+_RANKS = "it takes the memory of other GPUs"
 _PAGED = "attention.prefill:cost"
 _PAGES = (
     "k_pages: [P, page_size: page, Nkv, D] of q or fp8 with k_scales, v_pages: [P, page_size, Nkv, D] of k_pages, "
@@ -225,6 +226,15 @@ OPERATIONS = {
             "groups.order: [T] int32, "
             "out!: [T, N] of x rows apart, norm_weight?: [K: norm] of x = None",
             no_op="it takes minirt's table of adapters",
+        ),
+        Operation(
+            "collectives.all_reduce:all_reduce", what="the sum of all ranks' parts, and the residual", no_op=_RANKS,
+            cases="CASES", arguments="x: [T, H] activations, residual?: [T, H] of x = None -> out: [T, H] of x",
+        ),
+        Operation(
+            "collectives.all_reduce:all_reduce_norm", what="the same and RMSNorm of it", no_op=_RANKS, cases="CASES",
+            arguments="x: [T, H] activations, weight: [H: norm] of x, eps: float, residual?: [T, H] of x = None "
+            "-> out: [T, H] of x, normed: [T, H] of x",
         ),
         Operation("adapters.groups:adapters_of", what="the adapter of each token of a step", no_op=_TABLE),
         Operation(

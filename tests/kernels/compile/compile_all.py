@@ -26,6 +26,8 @@ from minirt.kernels.adapters.operands import AdapterWeights, Groups, most_tiles,
 from minirt.kernels.attention import dispatch as attention
 from minirt.kernels.attention import rope_write as kv_write
 from minirt.kernels.attention.operands import AttentionInput, KVPages, Rope, Scores, Sequences
+from minirt.kernels.collectives.all_reduce import all_reduce, all_reduce_norm
+from minirt.kernels.collectives.peers import Peers, mailbox_of
 from minirt.kernels.gated_delta import dispatch as gated_delta
 from minirt.kernels.gated_delta.operands import GatedDeltaSequences, GatedDeltaState, GatedDeltaWeights
 from minirt.kernels.linear import dispatch as linear
@@ -576,6 +578,16 @@ def all_adapters(calls: Calls) -> None:
     table_of_adapters.adapters_of(ints(9, 64), 4, ints(5), ints(6), ints(300))
 
 
+def all_collectives(calls: Calls) -> None:
+    """Sums over two and eight ranks, with and without the residual and the norm."""
+    for ranks in (2, 8):
+        memory = calls.ints(2, ranks, 64, HIDDEN, like=torch.int16 if calls.dtype.itemsize == 2 else torch.int32)
+        peers = Peers(ranks, calls.dtype, mailbox_of(1, [memory] * ranks))
+        x, weight = calls.empty(64, HIDDEN), calls.empty(HIDDEN)
+        all_reduce(x, peers, pdl=calls.pdl)
+        all_reduce_norm(x, peers, weight, 1e-6, x, pdl=calls.pdl, early=ranks == 2)
+
+
 def all_sampling(calls: Calls) -> None:
     """Draws with every filter, rules of requests with counts of 16 and of 32 bits, and log-probabilities."""
     ints, longs = (torch.zeros(2, dtype=dtype) for dtype in (torch.int32, torch.int64))
@@ -600,7 +612,7 @@ def families(cc: int, dtype: torch.dtype) -> dict[str, Callable[[Calls], None]]:
     """The families of kernels that a target has, each with calls for its kernels and regimes, mostly in Qwen2.5-7B's shapes."""
     known = {"linear": linear_16, "int4": linear_int4, "attention": all_attention, "experts": experts_16}
     known |= {"experts-int4": experts_int4, "step": step_table, "gated-delta": all_gated_delta, "attention-few": attention_few}
-    known |= {"sampling": all_sampling, "adapters": all_adapters}
+    known |= {"sampling": all_sampling, "adapters": all_adapters, "collectives": all_collectives}
     if cc >= 89:
         known |= {"linear-fp8": linear_fp8, "linear-blocks": linear_blocks}
         known |= {"experts-fp8": experts_fp8, "experts-blocks": experts_blocks}

@@ -1,0 +1,104 @@
+"""`Peers`: the ranks of a process group, and the memory into which they store what others wait for.
+
+A rank's mailbox has a place for every row of every rank, twice. A place that holds no value holds `EMPTY`, the bits of -0.0, in
+each element. A rank stores a row into the mailboxes of all others. Their kernels read their place until no element is EMPTY, and
+set it to EMPTY again. So the values are their flags: nothing is signalled, and no order of two stores matters.
+
+The calls of a row use its two places in turn. A rank stores its row of call n + 2 after it has received that of call n + 1 from
+all others, which they store after their kernel of call n has ended, and with it the place is EMPTY. The number of calls is
+counted in each GPU's memory, so CUDA graphs may be replayed in any order, if it is the same on all ranks.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minirt.errors import DeviceError, UnsupportedError
+
+_SPINS = 1 << 22  # loads in a wait before it gives up: some seconds
+_BITS = {2: torch.int16, 4: torch.int32}
+
+
+class Mailbox(NamedTuple):
+    """What the kernels of one rank get.
+
+    Attributes:
+        addresses: [N + 1] int64: of each rank's mailbox, as this rank sees it; and this rank's number.
+        memory: [2, N, rows, width] int16 or int32: this rank's places, as bits.
+        calls: [rows] int32: how often each row was used.
+        failed: [1] int32: not 0 after a wait has given up. Later calls of this rank load once.
+        spins: after how many loads a wait gives up.
+    """
+
+    addresses: Tensor
+    memory: Tensor
+    calls: Tensor
+    failed: Tensor
+    rows: int
+    width: int
+    spins: int
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks that add up their parts.
+
+    Attributes:
+        ranks: how many there are.
+        dtype: of all parts.
+        mailbox: None: there is none, as on a CPU.
+        group: the process group, for more rows than the mailbox has and for the reference.
+        symmetric: what PyTorch knows of the mailboxes; it keeps the mapping of the others' memory.
+    """
+
+    ranks: int
+    dtype: torch.dtype
+    mailbox: Mailbox | None = None
+    group: Any = None
+    symmetric: Any = None
+
+    def check(self) -> None:
+        """Raise DeviceError if a kernel of this rank has waited for another in vain. Waits until the GPU has no work left."""
+        if self.mailbox is not None and self.mailbox.failed.item():
+            raise DeviceError(
+                "another GPU's part of a sum did not arrive", where=f"rank {self.mailbox.addresses[-1].item()} of {self.ranks}",
+                hint="its process has ended or hangs: see its messages, and start all of them again",
+            )  # fmt: skip
+
+
+def mailbox_of(rank: int, memories: list[Tensor], spins: int = _SPINS) -> Mailbox:
+    """The mailbox of `rank`, from the memory of all, [2, N, rows, width], at their addresses here. It is emptied."""
+    memory, device = memories[rank], memories[rank].device
+    memory.fill_(torch.iinfo(memory.dtype).min)
+    rows, width = memory.shape[2:]
+    addresses = torch.tensor([each.data_ptr() for each in memories] + [rank], dtype=torch.int64, device=device)
+    calls, failed = (torch.zeros(n, dtype=torch.int32, device=device) for n in (rows, 1))
+    return Mailbox(addresses, memory, calls, failed, rows, width, spins)
+
+
+def connect(group: Any, rows: int, hidden: int, dtype: torch.dtype, device: torch.device, spins: int = _SPINS) -> Peers:
+    """Make the mailboxes for up to `rows` rows of up to `hidden` elements. All ranks of `group` call it together.
+
+    Raises:
+        UnsupportedError: a GPU cannot store into another one's memory.
+    """
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    ranks, rank, bits = dist.get_world_size(group), dist.get_rank(group), _BITS[dtype.itemsize]
+    shape = (2, ranks, rows, -(-hidden // 16) * 16)
+    memory = symmetric_memory.empty(shape, dtype=bits, device=device)
+    try:
+        symmetric = symmetric_memory.rendezvous(memory, group.group_name)
+        memories = [memory if peer == rank else symmetric.get_buffer(peer, shape, bits) for peer in range(ranks)]
+    except RuntimeError as error:
+        raise UnsupportedError(
+            f"the GPUs cannot store into each other's memory ({type(error).__name__}: {error})", where=f"rank {rank} of {ranks}",
+            expected="GPUs of one host that NVLink or PCIe connects as peers", hint="`nvidia-smi topo -p2p w` lists the pairs",
+        ) from error  # fmt: skip
+    mailbox = mailbox_of(rank, memories, spins)
+    torch.cuda.synchronize(device)
+    dist.barrier(group)  # no rank stores into a mailbox that is not yet empty
+    return Peers(ranks, dtype, mailbox, group, symmetric)

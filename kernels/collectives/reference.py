@@ -1,0 +1,31 @@
+"""The eager PyTorch definition of sums over ranks."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minirt.kernels.collectives.peers import Peers
+from minirt.kernels.reference import rms_norm
+
+
+def all_reduce(x: Tensor, peers: Peers, residual: Tensor | None = None) -> Tensor:
+    """residual + the sum over the ranks of x [T, H], in fp32 and in their order, rounded once. All ranks call it together."""
+    parts = [torch.empty_like(x) for _ in range(peers.ranks)]
+    dist.all_gather(parts, x, group=peers.group)
+    return sum_of(parts, residual)
+
+
+def sum_of(parts: list[Tensor], residual: Tensor | None = None) -> Tensor:
+    """`all_reduce` of parts that are known."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    return (total if residual is None else total + residual).to(parts[0].dtype)
+
+
+def all_reduce_norm(
+    x: Tensor, peers: Peers, weight: Tensor, eps: float, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`all_reduce`, and `rms_norm` of its result."""
+    out = all_reduce(x, peers, residual)
+    return out, rms_norm(out, weight, eps)

@@ -1,0 +1,97 @@
+"""Ranks in processes that add up their parts at the same time: in Triton's interpreter on shared memory, or on two GPUs."""
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+from minirt.kernels.collectives import all_reduce as kernel
+from minirt.kernels.collectives import reference
+from minirt.kernels.collectives.peers import Peers, connect, mailbox_of
+from minirt.kernels.norm import rms_norm
+
+HIDDEN, ROWS = 96, 5
+BITS = {torch.float32: torch.int32, torch.float16: torch.int16}
+
+
+def begin(rank, ranks, folder, backend):
+    os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    dist.init_process_group(
+        backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+    )
+    return torch.Generator().manual_seed(rank), torch.Generator().manual_seed(97)  # of parts, of what all ranks have
+
+
+def on_cpu(rank, ranks, folder):
+    """Each rank makes some calls, and compares them with the reference, which has the parts from gloo."""
+    generator, common = begin(rank, ranks, folder, "gloo")
+    for dtype, bits in BITS.items():
+        shape = (2, ranks, ROWS, HIDDEN)
+        size = torch.Size(shape).numel()
+        files = [f"{folder}/{dtype}-{peer}" for peer in range(ranks)]
+        memories = [torch.from_file(file, shared=True, size=size, dtype=bits).view(shape) for file in files]
+        peers = Peers(ranks, dtype, mailbox_of(rank, memories, 1 << 15), dist.group.WORLD)
+        dist.barrier()
+        weight = torch.rand(HIDDEN, generator=common).to(dtype)
+        for T in (1, ROWS, 3, 2, 1, ROWS, ROWS):
+            x = torch.randn(T, HIDDEN, generator=generator).to(dtype)
+            residual = torch.randn(T, HIDDEN, generator=common).to(dtype)
+            expected = reference.all_reduce(x, peers, residual)  # no barrier: a rank's sum may begin before another's has ended
+            out, normed = kernel.all_reduce_norm(x, peers, weight, 1e-5, residual)
+            assert torch.equal(out, expected)
+            assert torch.equal(normed, rms_norm(out, weight, 1e-5))
+        x = torch.randn(ROWS + 1, HIDDEN, generator=generator).to(dtype)
+        by_gloo = kernel.all_reduce(x.clone(), peers)
+        torch.testing.assert_close(by_gloo, reference.all_reduce(x, peers), rtol=0, atol=4e-3 if dtype.itemsize == 2 else 1e-6)
+        peers.check()
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs, the test below")
+def test_in_the_interpreter(tmp_path):
+    """Catches a row that is stored where another rank does not look, or before the place is empty; ranks with other sums."""
+    multiprocessing.spawn(on_cpu, (3, str(tmp_path)), 3)
+
+
+def on_gpus(rank, ranks, folder):
+    torch.cuda.set_device(rank)
+    generator, common = begin(rank, ranks, folder, "nccl")
+    device, dtype, H, pdl = torch.device("cuda", rank), torch.bfloat16, 3584, torch.cuda.get_device_capability()[0] >= 9
+    peers = connect(dist.group.WORLD, 64, H, dtype, device)
+    weight = torch.rand(H, generator=common).to(device, dtype)
+    sizes = (1, 64, 7)  # an odd number: each replay begins with the other place
+    x, residual = ([torch.zeros(T, H, dtype=dtype, device=device) for T in sizes] for _ in range(2))
+
+    def calls():
+        outs = []
+        for part, before in zip(x, residual, strict=True):
+            part = part + 0.0  # a kernel before, which writes what the sum reads
+            outs.append(kernel.all_reduce_norm(part, peers, weight, 1e-5, before, pdl=pdl, early=len(part) == 7))
+        return outs
+
+    calls()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = calls()
+    for replay in range(100):
+        for part, before in zip(x, residual, strict=True):
+            part.copy_(torch.randn(part.shape, generator=generator))
+            before.copy_(torch.randn(before.shape, generator=common))
+        if replay % 10 == rank:
+            torch.cuda._sleep(3_000_000)  # this rank's GPU is late
+        graph.replay()
+        for part, before, (out, normed) in zip(x, residual, outs, strict=True):
+            assert torch.equal(out, reference.all_reduce(part, peers, before))
+            assert torch.equal(normed, rms_norm(out, weight, 1e-5))
+    peers.check()
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
+def test_on_two_gpus(tmp_path):
+    """Catches, in CUDA graphs: values of an older replay, a sum that reads before the kernel before it has ended, a place that
+    is not empty when a fast rank stores its next row."""
+    multiprocessing.spawn(on_gpus, (2, str(tmp_path)), 2)
