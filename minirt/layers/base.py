@@ -205,6 +205,11 @@ class Layer:
         """The sum of a product over all ranks; it may be the same tensor. Without ranks, as in plans, that of this one."""
         return partial if self.context.reduction is None or not self.sharded else self.context.reduction.sum(partial)
 
+    def added(self, x: Tensor, partial: Tensor) -> Tensor:
+        """x + `summed`, in the place of the product."""
+        reduction = self.context.reduction if self.sharded else None
+        return torch.add(x, partial, out=partial) if reduction is None else reduction.add(x, partial, pdl=self.context.pdl)
+
     def share(self, shared: Parameter, parameter: Parameter) -> None:
         """Replace a parameter of this layer by `shared`, which has the same checkpoint tensors (a tied head)."""
         vars(self).update({name: shared for name, value in vars(self).items() if value is parameter})

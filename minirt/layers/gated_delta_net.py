@@ -219,9 +219,8 @@ def triton(layer: GatedDeltaNet) -> Forward:
         if batch.adapters is not None:
             batch.adapters.add(out_proj, x, y)
         if layer.sharded:
-            return x + layer.summed(norm_linear(
-                y, None, 0.0, out_proj.weight, scale=out_proj.scale, workspace=workspace, pdl=pdl, check=False
-            ))  # fmt: skip
+            out = norm_linear(y, None, 0.0, out_proj.weight, scale=out_proj.scale, workspace=workspace, pdl=pdl, check=False)
+            return layer.added(x, out)
         return linear_residual(y, out_proj.weight, x, scale=out_proj.scale, workspace=workspace, pdl=pdl, check=False)
 
     return forward

@@ -92,6 +92,9 @@ def triton_add(layer: "MLP | Attention", x: Tensor, y: Tensor) -> Tensor:
 
     post_norm, eps, pdl, values = layer.post_norm, layer.post_norm_eps, layer.context.pdl, getattr(layer, "factor", None)
     factor = None if values is None else values.weight
+    if layer.sharded and post_norm is None and layer.residual_multiplier == 1:
+        y = layer.added(x, y)
+        return y if factor is None else y.mul_(factor)
     y = layer.summed(y)
     if post_norm is not None and layer.residual_multiplier == 1:
         early = triggers_early(x)

@@ -152,7 +152,7 @@ def triton(layer: MoE) -> Forward:
             eps=eps, gate_up_scale=gate_up_scale, down_scale=down_scale, gate_up_bias=gate_up_bias, down_bias=down_bias,
             limit=moe.limit, alpha=moe.alpha, shared=shared, side=side, pdl=pdl, check=False,
         )  # fmt: skip
-        return x + layer.summed(y) if layer.sharded else y
+        return layer.added(x, y) if layer.sharded else y
 
     return forward
 

@@ -525,7 +525,9 @@ def _load(options: LoadOptions, progress: LoadProgress | None, ranks: "Ranks | N
         source, entries, settled = _settled(source, weights)
     config = source.config
     model, notes = _without_weights(options, source, entries, device, rank)
-    model.ranks = ranks
+    if ranks is not None:
+        model.ranks = ranks
+        ranks.prepare(model)
     tokenizer = Tokenizer.load(files.folder) if files else None
     check_vocabulary(tokenizer, config)
     if model.draft_model is not None and isinstance(options.speculative, SpeculativeOptions):

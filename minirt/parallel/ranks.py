@@ -53,12 +53,16 @@ class Ranks:
         self.shard, self.device = shard, device
         self.reduction = Reduction(shard.rank, shard.ranks, device, folder)
 
+    def prepare(self, model: Any) -> None:
+        """Reserve memory for what ranks exchange in steps of this model. All ranks call it."""
+        self.reduction.prepare(model.config.hidden_size, model.dtype)
+
     def agree(self, plan: Any) -> Any:
         """The least of all ranks' memory plans. Waits for them."""
         names = "pages", "context", "max_num_batched_tokens", "max_num_seqs", "snapshots"
         windows = sorted(plan.window_pages)
         values = [getattr(plan, name) for name in names] + [plan.window_pages[window] for window in windows]
-        least = self.reduction.least(values, self.device)
+        least = self.reduction.least(values)
         of_windows = dict(zip(windows, least[len(names) :], strict=True))
         return replace(plan, **dict(zip(names, least, strict=False)), window_pages=of_windows)
 
@@ -222,7 +226,7 @@ class Leader(Ranks):
         """End what waits for other ranks on a GPU. In a thread: the driver may wait for CUDA graphs that still exist."""
         if (reduction := getattr(self, "reduction", None)) is not None and self.device.type == "cuda":
             (thread := threading.Thread(target=reduction.abort, daemon=True)).start()
-            thread.join(2.0)
+            thread.join(5.0)
 
     def heard(self, place: int, data: bytes) -> None:
         """A rank has said something, or has ended (b"")."""

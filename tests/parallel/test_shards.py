@@ -141,6 +141,9 @@ class _Alone(Ranks):
     def __init__(self, shard, folder):
         self.shard, self.device, self.reduction = shard, torch.device("cpu"), None
 
+    def prepare(self, model):
+        pass
+
 
 def test_the_plan_needs_no_gpus(large):
     """Catches a plan of a share that counts whole weights or KV heads."""
