@@ -14,10 +14,10 @@ lines = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(lines)
 
 # What one reads to know how a token is made: the rooms of `lines.CORE` together.
-CORE = 11_690  # shares of several GPUs; batch invariance; windows and nine families; seams of hooks and of adapters
+CORE = 11_681  # shares of several GPUs; batch invariance; windows and nine families; seams of hooks and of adapters
 BUDGET = {
     "minirt": 2_112,  # `Generator.profile`, functions by name; adapters per request; ranks
-    "minirt/engine": 3_462,  # captures without garbage collection; cache groups by window; adapters: places, steps; ranks
+    "minirt/engine": 3_453,  # captures without garbage collection; cache groups by window; adapters: places, steps; ranks
     "minirt/step": 449,  # page tables by cache group
     "minirt/layers": 1_069,  # windows, norms and factors of families; adapters of linears; experts beside an MLP; shares
     "minirt/modeling": 1_753,  # windows by layer, and nine families' settings; MXFP4; rows and columns of shares
@@ -38,7 +38,7 @@ BUDGET = {
     "bench": 6_157,
     "examples": 249,  # logit lens, linear probe, steering vector, a profile, a bad layer
     "tests": 41_868,  # windows against transformers, eight families; addressed messages; adapters; MXFP4, gpt-oss, Gemma 4; ranks
-    "minirt/parallel": 536,  # several GPUs: processes, messages, sums
+    "minirt/parallel": 566,  # several GPUs: processes, messages, sums
     "minirt/adapters": 447,  # LoRA: files, merging, places on the device, rows
 }
 

@@ -76,6 +76,7 @@ class Engine:
     Attributes:
         checks: of requests, before they are added.
         adapters: `Adapters` of the model; None: requests have none.
+        ranks: `Ranks` of the model, the processes that run the same steps; None: there is one.
 
     Args:
         model: `model(batch, cache)` → logits [R, V]: a `Model`, or any callable with this signature.
@@ -100,11 +101,12 @@ class Engine:
         self.adapters: Any = getattr(model, "adapters", None)
         self._scheduler = Scheduler(cache, limits, vocab_size, prefix_cache=options.prefix_cache, adapters=self.adapters)
         self.checks = RequestChecks(vocab_size, self._scheduler, constraints)
-        self._runner = Runner(
+        self.ranks: Any = getattr(model, "ranks", None)
+        self._runner: Runner = (Runner if self.ranks is None else self.ranks.runner)(
             model, cache, device, replace(limits, max_model_len=self.max_len), vocab_size=vocab_size,
             cuda_graphs=options.cuda_graphs, proposer=proposer, adaptive_drafts=options.adaptive_drafts,
         )  # fmt: skip
-        self.checks.hooks, self.checks.alone = self._runner.hooks, self._runner.ranks is None
+        self.checks.hooks, self.checks.alone = self._runner.hooks, self.ranks is None
         self._lookahead = int(not self._runner.waits) if options.lookahead is None else options.lookahead
         self._adaptive_drafts = options.adaptive_drafts
         learns = options.adaptive_drafts and limits.max_drafts and device.type != "cuda"  # a GPU's are measured at warm-up
@@ -216,7 +218,9 @@ class Engine:
         """End what runs beside the steps."""
         if self._warm_up is not None:
             self._warm_up.close()
-        self._runner.close()
+        if self.ranks is not None:
+            self._runner.graphs.clear()  # the ranks' connection cannot be closed before what uses it
+            self.ranks.close()
 
     def add(self, request: Request) -> None:
         """Queue a request that has passed `checks`. Requests share no cached prefix with others that edits change differently."""

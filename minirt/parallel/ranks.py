@@ -30,6 +30,7 @@ from minirt.loading.options import LoadOptions
 from minirt.modeling.parameters import Shard
 from minirt.parallel.messages import Ring, pack
 from minirt.parallel.reduction import Reduction
+from minirt.parallel.runner import RankRunner
 from minirt.settings import settings_of
 from minirt.speculative.options import SpeculativeOptions
 
@@ -47,7 +48,10 @@ class Ranks:
         shard: which share of the model this rank has.
         device: of this rank.
         reduction: how the ranks exchange what a step needs.
+        runner: the class that runs the steps.
     """
+
+    runner = RankRunner
 
     def __init__(self, shard: Shard, device: torch.device, folder: str) -> None:
         self.shard, self.device = shard, device

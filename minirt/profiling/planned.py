@@ -40,7 +40,7 @@ def planned_step(
         EngineError: requests are open.
         UnsupportedError: several ranks run the steps.
     """
-    if engine._runner.ranks is not None:
+    if engine.ranks is not None:
         raise UnsupportedError("single steps of several GPUs are not measured", where=where, hint="load the model on one GPU")
     if engine.has_work:
         raise EngineError("requests are open", where=where, hint="wait until they have ended")

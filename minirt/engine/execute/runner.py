@@ -5,10 +5,9 @@ The host reads tokens from pinned memory after the event of their copy. On a CPU
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +31,6 @@ from minirt.step.kv_cache import KVCache
 from minirt.step.plan import NO_COPIES, StepPlan
 from minirt.wording import warn
 
-_ALONE = nullcontext()
 ModelLike = Callable[[Batch, KVCache], Tensor]
 
 
@@ -83,13 +81,11 @@ class StartedStep(NamedTuple):
     scored: list[ScoredRows]
     captured: CapturedRows | None
     ended: "torch.cuda.Event | None"  # None: the step had ended when it was returned
-    ranks: Any = None  # of the runner
 
     def result(self) -> StepResult:
         """Waits for the end of the step, also if it yields no tokens."""
         if self.ended is not None:
-            with _ALONE if self.ranks is None else self.ranks.waiting():
-                self.ended.synchronize()
+            self.ended.synchronize()
         rows = self.values.copy()  # a later step uses the buffer again
         proposed = None if self.proposed is None else self.proposed.copy()
         result = StepResult(rows[:, 0], rows[:, 1:], None, self.scored, proposed, self.captured)
@@ -105,7 +101,6 @@ class Runner:
     """Runs the steps of one model on one cache, in order.
 
     Attributes:
-        ranks: the processes that run the same steps (`minirt.parallel.ranks`); None: there is one.
         graphs: the steps that have static buffers, and CUDA graphs.
         waits: whether a step waits for the device: always on a CPU, and with drafts if layers are eager, which take lengths from
             the host.
@@ -122,7 +117,6 @@ class Runner:
         cuda_graphs: bool = False, proposer: Proposer | None = None, adaptive_drafts: bool = False,
     ) -> None:  # fmt: skip
         self.model, self.cache, self.device, self.vocab_size, self.limits = model, cache, device, vocab_size, limits
-        self.ranks: Any = getattr(model, "ranks", None)
         self._cuda, self.proposer, self.adapts = device.type == "cuda", proposer, adaptive_drafts
         self.waits = not self._cuda or (limits.max_drafts > 0 and isinstance(model, Model) and model.uses("eager"))
         self._inference, self._on_device = torch.inference_mode(), on_device(device)  # to be entered by each step
@@ -157,7 +151,7 @@ class Runner:
             torch.OutOfMemoryError, StepOutOfMemory: no memory for the step's activations, or for the rules of one sequence. Then
                 a plan with the same edits can be started.
         """
-        with self._together("start", plan), self._inference, self._on_device:
+        with self._inference, self._on_device:
             return self._draw(self._forward(plan))
 
     def forward(self, plan: StepPlan) -> Forward:
@@ -165,18 +159,8 @@ class Runner:
 
         Raises as `start` does.
         """
-        with self._together("forward", plan), self._inference, self._on_device:
+        with self._inference, self._on_device:
             return self._forward(plan)
-
-    def close(self) -> None:
-        """End the other ranks."""
-        if self.ranks is not None:
-            self.graphs.clear()  # the ranks' connection cannot be closed before what uses it
-            self.ranks.close()
-
-    def _together(self, what: str, value: Any) -> AbstractContextManager[Any]:
-        """Context of a part of a step that all ranks do."""
-        return _ALONE if self.ranks is None else self.ranks.step(what, value)
 
     def masks(self, count: int) -> Tensor:
         """The host's buffer for the masks of the next draw: [Q, ceil(V / 32)] int32, a row for each of a step's draws."""
@@ -187,8 +171,7 @@ class Runner:
 
         `process`: functions of users, logits of the draws [Q, V] → other logits.
         """
-        masks = self.sampler.written_masks(forward.plan.sequences.total_draws) if forward.plan.sampling.masked else None
-        with self._together("draw", masks), self._inference, self._on_device:
+        with self._inference, self._on_device:
             return self._draw(forward, process)
 
     def _forward(self, plan: StepPlan) -> Forward:
@@ -281,7 +264,7 @@ class Runner:
         if self._cuda:  # also if the step has no tokens: the host is at most one step ahead of the device
             ended = torch.cuda.Event()
             ended.record()
-        return StartedStep(plan, result, proposed, packed, scored, captured, ended, self.ranks)
+        return StartedStep(plan, result, proposed, packed, scored, captured, ended)
 
     def _propose(self, proposer: Proposer, plan: StepPlan, batch: Batch, bucket: Bucket | None) -> None:
         """Propose drafts for a step's sequences. Their tokens are in the table, so the step cannot be tried again: if memory runs
