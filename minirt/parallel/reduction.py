@@ -22,7 +22,7 @@ _ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0",
 }  # fmt: skip
 _LIMIT = timedelta(hours=1)  # that ranks wait for each other: loading takes long, and `Leader` finds out sooner if one has ended
-_ROWS = 128  # of a sum that a kernel computes; NCCL adds more rows
+_ROWS = 4096  # of a sum that a kernel computes, over the number of ranks, whose parts it receives; NCCL adds more rows
 _SPINS = 1 << 26  # loads until such a kernel gives up: longer than `Leader` takes to find out
 
 
@@ -37,6 +37,7 @@ class Reduction:
 
     def __init__(self, rank: int, ranks: int, device: torch.device, folder: str) -> None:
         self._ranks, self._device, self._paused = ranks, device, False
+        self._rows = _ROWS // ranks
         self._peers: Any = None  # `kernels.collectives.peers.Peers`
         store = dist.FileStore(os.path.join(folder, "store"), ranks)
         self._group: Any
@@ -64,7 +65,7 @@ class Reduction:
             from minirt.kernels.collectives.peers import connect
 
             try:
-                self._peers = connect(self._group, _ROWS, hidden, dtype, self._device, _SPINS)
+                self._peers = connect(self._group, self._rows, hidden, dtype, self._device, _SPINS)
             except UnsupportedError as error:
                 warn(f"NCCL adds what the GPUs have computed, which is slower: {error}", RuntimeWarning)
 
@@ -79,7 +80,7 @@ class Reduction:
 
     def _by_kernel(self, partial: Tensor, x: Tensor | None, pdl: bool) -> Tensor | None:
         """Also if nothing is exchanged, so that it is compiled."""
-        if self._peers is None or len(partial) > _ROWS:
+        if self._peers is None or len(partial) > self._rows:
             return None
         from minirt.kernels.collectives.all_reduce import all_reduce
 
