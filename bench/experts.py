@@ -121,11 +121,12 @@ def in_prompt(generator: Generator, length: int, seed: int) -> ExpertUse | None:
 
 
 def _in_run(generator: Generator, lengths: list[int], new_tokens: int, rows: int, seed: int) -> ExpertUse | None:
-    """Observe the steps of `rows` tokens of a run of random prompts. None: the model has no mixtures.
+    """Observe the steps of `rows` tokens of a run of random prompts. None: the model has no mixtures, or ranks,
+    which would not observe.
 
     Observing takes time, so nothing of the run may be timed.
     """
-    if generator.config.moe is None:
+    if generator.config.moe is None or generator.model.ranks is not None:
         return None
     prompts = random_prompts(random.Random(seed), lengths, generator.config.vocab_size)
     params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, repetition_penalty=1.0)

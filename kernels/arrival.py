@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+MOST_POLLS = tl.constexpr(1 << 22)  # some seconds: a mistake ends with NaN instead of never
+
 
 @triton.jit
 def arrive_last(counter_ptr, count):
@@ -23,11 +25,12 @@ def arrive(mark_ptr):
 
 @triton.jit
 def wait_for_arrivals(mark_ptr, count):
-    """Wait until `count` programs have arrived. What they have stored is then to be loaded past L1.
+    """Wait until `count` programs have arrived: whether they have. What they have stored is then to be loaded past L1.
 
     They come before this one in the grid: as programs start in its order, none waits for one that has no place.
     """
-    arrived = tl.load(mark_ptr, volatile=True)
-    while arrived < count - 1:
-        arrived = tl.load(mark_ptr, volatile=True)
+    arrived, polls = tl.load(mark_ptr, volatile=True), 0
+    while (arrived < count - 1) & (polls < MOST_POLLS):
+        arrived, polls = tl.load(mark_ptr, volatile=True), polls + 1
     tl.debug_barrier()
+    return arrived >= count - 1

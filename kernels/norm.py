@@ -4,6 +4,8 @@ Before a linear layer with fp8 weights, it also quantizes its output to e4m3, wi
 columns. `@prepared` makes launches fast (`prepared.py`); with PDL, the kernel starts while the one before it ends (`pdl.py`).
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +20,14 @@ from minirt.kernels.quantize import quantize_groups, quantized_buffers
 from minirt.kernels.reference import FP8_BLOCK
 
 CASES = [{"T": 1, "H": 16}, {"T": 3, "H": 97}, {"T": 17, "H": 576}, {"T": 129, "H": 1536}, {"T": 2, "H": 5120}]
+
+
+class Branch(NamedTuple):
+    """What is added to a norm's input, both after norms: `other` [T, H], and the weights [H] of the input's norm and its own."""
+
+    weight: Tensor
+    other: Tensor
+    other_weight: Tensor
 
 
 @triton.jit
@@ -35,12 +45,13 @@ def normalize(x, weight, H, eps):
 @prepared
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, weight_ptr, residual_ptr, factor_ptr, out_ptr, scale_ptr, H, eps, BLOCK_H: tl.constexpr, GROUP: tl.constexpr,
-    PDL: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, weight_ptr, branch, residual_ptr, factor_ptr, out_ptr, scale_ptr, H, eps, BLOCK_H: tl.constexpr,
+    GROUP: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute one row of out [T, H], quantized if `scale_ptr` is given: with a scale [T] or, if GROUP, [T, ⌈H / GROUP⌉].
 
-    A residual [T, H], if it is given, is added to the result, and the sum multiplied by a factor [1], if it is given.
+    A residual [T, H], if it is given, is added to the result, and the sum multiplied by a factor [1], if it is given. Before
+    that, `branch` is added to x, if it is given.
     """
     t = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_H)
@@ -48,9 +59,15 @@ def _rms_norm_kernel(
     weight = weight_ptr
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + h, mask=inside, other=0.0)
+    if branch is not None:
+        branch_weight = tl.load(branch.weight + h, mask=inside, other=0.0)
+        other_weight = tl.load(branch.other_weight + h, mask=inside, other=0.0)
     if PDL:
         wait_for_input(EARLY)
     x = tl.load(x_ptr + t * H + h, mask=inside, other=0.0)
+    if branch is not None:
+        other = normalize(tl.load(branch.other + t * H + h, mask=inside, other=0.0), other_weight, H, eps)
+        x = (normalize(x, branch_weight, H, eps).to(tl.float32) + other.to(tl.float32)).to(x.dtype)
     y = normalize(x, weight, H, eps)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + t * H + h, mask=inside, other=0.0)
@@ -86,17 +103,17 @@ def rms_norm(
 
 def norm_residual(
     y: Tensor, weight: Tensor, eps: float, residual: Tensor, out: Tensor | None = None, *, factor: Tensor | None = None,
-    early: bool = False, pdl: bool = False, check: bool = True,
+    branch: Branch | None = None, early: bool = False, pdl: bool = False, check: bool = True,
 ) -> Tensor:  # fmt: skip
     """factor · (residual + rms_norm(y, weight, eps)), all [T, H]: a norm after a layer, before its residual is added (Gemma).
 
-    factor: [1] of y's dtype, None: 1. The sum is rounded before. `out` may be `y` or `residual`. `early` and `pdl`: as for
-    `rms_norm`.
+    factor: [1] of y's dtype, None: 1. The sum is rounded before. `branch`: rms_norm(y, branch.weight) + rms_norm(branch.other,
+    branch.other_weight), rounded, takes y's place. `out` may be `y` or `residual`. `early` and `pdl`: as for `rms_norm`.
     """
     if check:
         check_arguments("norm_residual", y=y, weight=weight, residual=residual, out=out)
     out = torch.empty_like(y) if out is None else out
-    _launch(y, weight, eps, out, residual, factor, None, False, early, pdl)
+    _launch(y, weight, eps, out, residual, factor, None, False, early, pdl, branch)
     return out
 
 
@@ -118,7 +135,7 @@ def rms_norm_quantize(
 
 def _launch(
     x: Tensor, weight: Tensor | None, eps: float, out: Tensor, residual: Tensor | None, factor: Tensor | None,
-    scale: Tensor | None, blocks: bool, early: bool, pdl: bool,
+    scale: Tensor | None, blocks: bool, early: bool, pdl: bool, branch: Branch | None = None,
 ) -> None:  # fmt: skip
     T, H = x.shape
     if T:
@@ -126,7 +143,7 @@ def _launch(
         block = max(group or 1, next_power_of_2(H))
         options = launch_options(min(16, max(1, block // 512)), 1, pdl)
         _rms_norm_kernel[(T,)](
-            x, weight, residual, factor, out, scale, H, eps, BLOCK_H=block, GROUP=group, EARLY=early, **options
+            x, weight, branch, residual, factor, out, scale, H, eps, BLOCK_H=block, GROUP=group, EARLY=early, **options
         )
 
 

@@ -23,6 +23,7 @@ INT4_GROUPS = (128, 64, 32)  # columns that share a scale
 INT4_ZERO = 8  # the zero point of symmetric weights
 WORDS = (torch.int32, torch.uint32)  # dtypes of the scale words of weights of 4 bits: of integers, of MXFP4
 MX_GROUP = 32  # columns that share a scale in MXFP4
+MX_LARGEST = 190  # the largest byte of a scale, 2^63, that kernels take: some multiply by 2^64 times the scale, in bf16
 FEW_TOKENS = 4  # the most that `few_tokens` calls few
 _EXACT_SCORES = 1 << 24  # scores that `_exact_attention` holds at a time
 
@@ -245,7 +246,8 @@ def quantize_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
     K = x.shape[1]
     values = F.pad(x.float(), (0, -K % MX_GROUP)).unflatten(1, (-1, MX_GROUP))
     largest = values.abs().amax(2, keepdim=True)
-    lower = (torch.frexp(largest).exponent - 3).clamp(-126, 124)  # largest = m · 2^e with m in [0.5, 1), so 4 … 8 of this power
+    # largest = m · 2^e with m in [0.5, 1), so 4 … 8 of this power
+    lower = (torch.frexp(largest).exponent - 3).clamp(-126, MX_LARGEST - 128)
     levels = values.new_tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
     middles = (levels[1:] + levels[:-1]) / 2
 

@@ -29,9 +29,12 @@ SPECIAL = {
         attention={
             "decode_fp8_sm90": replace(_DECODE, formats=("fp8",), head_dims=(64, 128), tile_queries=TILE_QUERIES, turned_v=False),
             "decode_sm90": _DECODE,
-            "prefill_sm90": _ATTENTION,
+            "prefill_sm90": replace(_ATTENTION, head_dims=(64, 128, 256, 512)),
         },
-        experts={"experts_sm90": Limits(_DENSE, alignment=16)},
+        experts={
+            "experts_int4_sm90": Limits(("int4",), alignment=16),
+            "experts_sm90": Limits(_DENSE, alignment=16),
+        },
         linear={
             "gemm_int4_sm90": Limits(("int4",), alignment=16),
             "gemm_int4_small_sm90": Limits(("int4",), norm=True),

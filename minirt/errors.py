@@ -119,6 +119,10 @@ class DeviceFailedError(DeviceError):
     """The GPU failed during the work. Only a new process can use it again."""
 
 
+class RankFailedError(DeviceFailedError):
+    """One of the processes that compute a model together has ended, or does not answer. Load the model again."""
+
+
 class OutOfMemoryError(DeviceError):
     """Not enough device memory. The message says how much is needed, how much is free and what to change."""
 

@@ -6,7 +6,7 @@ import time
 import weakref
 from collections import Counter, abc
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -24,7 +24,7 @@ from minirt.engine.schedule.prefix_cache import PrefixCacheStats
 from minirt.errors import ConfigError, EngineError, InputError, UnsupportedError, printable
 from minirt.foreign_names import check_names, checks_names
 from minirt.gc_freeze import freeze_gc
-from minirt.loading.load import load
+from minirt.loading.load import LoadedModel, load
 from minirt.loading.memory import measured_plan, out_of_memory_while
 from minirt.loading.options import EMBEDDED, OF_GENERATE, LoadOptions
 from minirt.modeling.model import Model
@@ -97,6 +97,8 @@ class Generator:
         self.kv_bytes_per_token = page_bytes(model.cache_specs, model.kv_dtype, 1)
         self.step_state_bytes = model.step_state_bytes
         self.memory = measured_plan(model, settings)
+        if model.ranks is not None:
+            self.memory = model.ranks.agree(self.memory)
         self._cache: KVCache | None = KVCache(
             model.cache_specs, self.memory.pages, model.device, model.kv_dtype, num_slots=self.memory.max_num_seqs,
             num_snapshots=self.memory.snapshots, window_pages=self.memory.window_pages,
@@ -139,13 +141,25 @@ class Generator:
             ModelNotFoundError, ConfigError, UnsupportedError, CheckpointError, TokenizerError, DeviceError,
             OutOfMemoryError: each says what to do.
         """
-        started = time.perf_counter()
         check_names(options, list(_LOADING), "from_pretrained", ConfigError, OF_GENERATE)
         if progress is not None and not callable(progress):
             expected, shown = "a function of three arguments", repr(progress)[:80]
             raise InputError("not a function", where="progress", expected=expected, found=shown)
         settings = replace(model, **options) if isinstance(model, LoadOptions) else LoadOptions(model=model, **options)
-        loaded = load(settings, progress)
+        return cls._of_rank(settings, progress=progress)
+
+    @classmethod
+    def _of_rank(cls, settings: LoadOptions, ranks: Any = None, progress: LoadProgress | None = None) -> "Generator":
+        """`from_pretrained`, also for a rank other than 0. `ranks`: see `load`."""
+        started = time.perf_counter()
+        loaded = load(settings, progress, ranks)
+        with loaded.model.ranks or nullcontext():
+            return cls._of_loaded(loaded, settings, progress, started)
+
+    @classmethod
+    def _of_loaded(
+        cls, loaded: LoadedModel, settings: LoadOptions, progress: LoadProgress | None, started: float
+    ) -> "Generator":  # fmt: skip
         with out_of_memory_while("allocating KV pages", loaded.model.device):
             generator = cls(
                 loaded.model, loaded.tokenizer, name=str(settings.model), generation_config=loaded.generation_config,
@@ -155,7 +169,8 @@ class Generator:
         generator.load_time_s = time.perf_counter() - started
         if settings.warm_up != "none":
             with out_of_memory_while("warming up", generator.device):
-                generator._engine.engine.warm_up(progress, lazy=settings.warm_up == "lazy")
+                lazy = settings.warm_up == "lazy" and settings.tensor_parallel == 1  # ranks capture graphs at the same time
+                generator._engine.engine.warm_up(progress, lazy=lazy)
             generator.warm_up_time_s = time.perf_counter() - started - generator.load_time_s
         if generator.device.type == "cuda":  # a garbage collection would make the GPU wait
             generator._thaw = freeze_gc(generator)

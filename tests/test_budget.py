@@ -14,31 +14,32 @@ lines = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(lines)
 
 # What one reads to know how a token is made: the rooms of `lines.CORE` together.
-CORE = 11_425  # batch invariance, mixtures too; windows and nine families; seams of hooks and of adapters
+CORE = 11_698  # shares of several GPUs; batch invariance; windows and nine families; seams of hooks and of adapters
 BUDGET = {
-    "minirt": 2_099,  # `Generator.profile`, functions by name; adapters per request
-    "minirt/engine": 3_433,  # captures without garbage collection; cache groups by window; adapters: places, steps
+    "minirt": 2_112,  # `Generator.profile`, functions by name; adapters per request; ranks
+    "minirt/engine": 3_454,  # captures without garbage collection; cache groups by window; adapters: places, steps; ranks
     "minirt/step": 449,  # page tables by cache group
-    "minirt/layers": 988,  # invariant mixtures; windows, norms and factors of families; adapters of linears
-    "minirt/modeling": 1_642,  # windows by layer, and nine families' settings; MXFP4
-    "minirt/loading": 1_686,  # the memory of windows; adapters: options, memory; experts in MXFP4; tensors of sound
+    "minirt/layers": 1_088,  # windows, norms and factors of families; adapters of linears; experts beside an MLP; shares
+    "minirt/modeling": 1_750,  # windows by layer, and nine families' settings; MXFP4; rows and columns of shares
+    "minirt/loading": 1_717,  # the memory of windows; adapters: options, memory; experts in MXFP4; tensors of sound; shares
     "minirt/speculative": 296,
     "models": 832,  # Granite, Phi, Seed-OSS, Hunyuan, OLMo 3, EXAONE 4, Muse-Glimmer, gpt-oss, Gemma 4
     "models/recipe": 816,  # an adapter's training
-    "kernels": 13_791,  # one order of sums, of experts and hybrids too; adapters; heads of 512; sums over GPUs
+    "kernels": 14_089,  # one order of sums, hybrids too; windows; launchers by thread; adapters; heads of 512; sums over GPUs
     "minirt/hooks": 375,  # hidden states and logits, edits, logits processors
-    "minirt/profiling": 249,  # of `bench`: `Generator.profile`; bytes of windows
+    "minirt/profiling": 251,  # of `bench`: `Generator.profile`; bytes of windows; ranks refused
     "minirt/precompile": 41,  # `minirt compile`
     "minirt/server": 2_926,  # `/ready`; `reasoning_strength`; adapters: names, loading them
     "minirt/text": 2_736,  # addressed messages and calls of Muse-Glimmer; harmony; channels of Gemma 4
     "minirt/structured": 1_200,  # grammars after the header of a message
-    "minirt/cli": 2_824,  # `minirt profile`; presets with one release
+    "minirt/cli": 2_827,  # `minirt profile`; presets with one release
     "minirt/nn": 367,
     "minirt/patching": 629,
     "bench": 6_157,
     "examples": 249,  # logit lens, linear probe, steering vector, a profile, a bad layer
-    "tests": 41_885,  # faults of the order of sums; windows against transformers, eight families; addressed messages; ranks
-    "minirt/adapters": 487,  # LoRA: files, merging, places on the device, rows
+    "tests": 42_178,  # windows against transformers, eight families; addressed messages; adapters; MXFP4, gpt-oss, Gemma 4; ranks
+    "minirt/adapters": 486,  # LoRA: files, merging, places on the device, rows
+    "minirt/parallel": 566,  # several GPUs: processes, messages, sums
 }
 
 

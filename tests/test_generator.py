@@ -636,7 +636,7 @@ def test_values_that_options_do_not_take(folder, options, words):
 
 @pytest.mark.parametrize(("name", "words"), [
     ("torch_dtype", "here dtype=…"), ("enable_prefix_caching", "vLLM's name; here prefix_cache=…"),
-    ("tensor_parallel_size", "not supported: minirt uses one GPU"), ("load_format", "here random_weights=True"),
+    ("tensor_parallel_size", "here tensor_parallel=…"), ("load_format", "here random_weights=True"),
     ("enforce_eager", "here cuda_graphs=False"), ("enable_lora", "not needed: --lora"), ("trust_remote_code", "not needed"),
     ("max_tokens", "generate takes params=SamplingParams"),
     ("Device", "did you mean device"), ("nothing_like_it", "one of model, device, dtype"),

@@ -6,8 +6,9 @@ read B, wait for the first ones, add the parts in their order and multiply them 
 bits rounded to TF32.
 """
 
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,7 +26,7 @@ from minirt.kernels.prepared import compile_time, prepared
 CASES = [{"T": 1, "N": 96, "K": 576}, {"T": 7, "N": 131, "K": 97}, {"T": 37, "N": 40, "K": 1100}]
 
 _SPAN = 512  # columns of x that a program takes, in steps with tiles of 16 rows
-_MANY_SPAN, _LARGE_SPAN = 1024, 4096  # in others; with ranks above `_SMALL_RANK`, for which the sums of parts would be large
+_MANY_SPAN, _LARGE_SPAN = 2048, 4096  # in others; with ranks above `_SMALL_RANK`, for which the sums of parts would be large
 _SMALL_RANK = 64
 
 
@@ -162,8 +163,9 @@ def _expand(w, y_ptr, squares_ptr, mark_ptr, base_ptr, out_ptr, adapter, job, ro
         sums = tl.load(base_ptrs, mask=stored, other=0.0).to(tl.float32)
         if GATED:
             ups = tl.load(base_ptrs + half, mask=stored, other=0.0).to(tl.float32)
-        if known:
-            wait_for_arrivals(mark_ptr, C.BLOCKS * C.PARTS)
+        if known:  # noqa: SIM102  (`and` would evaluate both)
+            if not wait_for_arrivals(mark_ptr, C.BLOCKS * C.PARTS):
+                sums += float("nan")
         if GATED:
             ups += _delta(w, y_ptr, squares_ptr, up_b, adapter, up, up_rank, up_factor, row, valid, half + n, inside, N, K, T,
                           eps, C)  # fmt: skip
@@ -209,6 +211,11 @@ def _constants(P: int, R: int, K: int, block: int, itemsize: int, activation: st
     )
 
 
+def _options(few: bool, pdl: bool) -> Mapping[str, Any]:
+    """Two programs of many rows fit on an SM, so that enough of `out` is in flight."""
+    return launch_options(4, 1, pdl) if few else {"maxnreg": 128, **launch_options(8, 3, pdl)}
+
+
 def add_adapters(
     x: Tensor, weights: AdapterWeights, groups: Groups, out: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0,
     activation: str | None = None, *, marks: Tensor, pdl: bool = False, check: bool = True,
@@ -229,6 +236,6 @@ def add_adapters(
         jobs = C.BLOCKS * C.PARTS + len(weights.tiles) // (1 if activation is None else 2)
         _add_adapters_kernel[tiles, jobs](
             x, norm_weight, weights, groups.order, groups.tiles, y, squares, marks, out, result, N, K, T,
-            x.stride(0), out.stride(0), weights.ranks.stride(0), eps, C, **launch_options(4 if C.FEW else 8, 1, pdl),
+            x.stride(0), out.stride(0), weights.ranks.stride(0), eps, C, **_options(C.FEW, pdl),
         )  # fmt: skip
     return result

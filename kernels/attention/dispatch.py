@@ -96,7 +96,7 @@ _SM90 = AttentionRegime(
     sums=SumOrder("steps"),
 )  # fmt: skip
 PREFILL = (  # docs/decisions/attention-prefill.md
-    replace(_SM90, first=512, limits=replace(_SM90.limits, head_dims=(128, 256))),
+    replace(_SM90, first=512, limits=replace(_SM90.limits, head_dims=(128, 256, 512))),
     replace(_SM90, first=1024, limits=replace(_SM90.limits, head_dims=(64,))),
     AttentionRegime("prefill", "tokens", 1, launch=prefill.launch, limits=ANY, sums=SumOrder("steps", invariant=True)),
 )

@@ -6,6 +6,10 @@ overlaps with the products of the other (FlashAttention-3, Shah et al. 2024). Th
 
 docs/decisions/attention-prefill.md has the times of the sizes below; heads of 256 channels were not measured. Their blocks have
 half as many tokens. `k` and `v` are rings (tiles, full, empty), see `hopper.ring`, and `sizes` is (B, table_width, tiles).
+
+Sums of more than 256 channels do not fit in registers. Then a tile has one piece of V's channels, and as many tiles as there are
+pieces compute the same scores: 64 rows of a team with all channels would read K and V more often. K is in pieces, too. Shared
+memory has one block of K and one of V, so the teams compute side by side instead of in turn: each stage is free sooner.
 """
 
 import triton.language as tl
@@ -25,23 +29,31 @@ from minirt.kernels.prepared import prepared
 
 TEAMS = gl.constexpr(2)
 ROWS = gl.constexpr(64)  # rows of a team: those of a product of four warps
-STAGES = gl.constexpr(2)  # blocks of K, and of V, in their rings
+STAGES = gl.constexpr(2)  # blocks of K, and of V, in their rings; of heads in pieces: pieces of a block of K
+PIECE = gl.constexpr(256)  # most channels of a tile's sums
 LOWEST = gl.constexpr(-3.4028234663852886e38)  # of fp32
+
+
+@gluon.constexpr_function
+def pieces(D):
+    """Pieces of a head's channels."""
+    return (D + PIECE.value - 1) // PIECE.value
 
 
 @gluon.jit
 def _tile(turn, sequences, sizes, window, C):
-    """A program's tile: sequence, KV head, cached tokens, tokens that some row sees (0: no work), first row of q, queries, and
-    tokens before the first query.
+    """A program's tile: sequence, KV head, cached tokens, tokens that some row sees (0: no work), first row of q, queries, tokens
+    before the first query, and piece of V.
 
     Long tiles come first (see `prefill._find`). Programs take tiles in alternating direction, so that each gets a similar share
     of long ones.
     """
     QUERIES: gl.constexpr = TEAMS * ROWS // C.GROUP
+    PIECES: gl.constexpr = pieces(C.D)
     B, _, tiles = sizes
     programs = gl.num_programs(0)
     index = turn * programs + gl.where(turn % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
-    block = (tiles - 1 - index) // C.NKV
+    block = (tiles - 1 - index) // (C.NKV * PIECES)
     n = gl.arange(0, C.BLOCK_B, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     starts = gl.load(sequences.query_starts + n, mask=n < B, other=2**30)
     b = gl.maximum(gl.sum((starts // QUERIES + n <= block).to(gl.int32), 0) - 1, 0)
@@ -52,7 +64,8 @@ def _tile(turn, sequences, sizes, window, C):
     queries = gl.minimum(length - first, QUERIES)
     before = limit - length + first
     works = (index < tiles) & (queries > 0) & is_left(length, limit, C, window)
-    return b, index % C.NKV, limit, gl.where(works, before + queries, 0), start + first, queries, before
+    piece = index // C.NKV % PIECES
+    return b, index % C.NKV, limit, gl.where(works, before + queries, 0), start + first, queries, before, piece
 
 
 @gluon.jit
@@ -70,36 +83,83 @@ def _fetch_block(pages, rows, column, ring, step):
     BOX: gl.constexpr = pages.block_type.shape[0]
     tiles, full, empty = ring
     BLOCK_N: gl.constexpr = tiles.shape[1]
-    D: gl.constexpr = tiles.shape[2]
+    WIDTH: gl.constexpr = tiles.shape[2]
     stage = wait_empty(empty, step)
     tile, bar = tiles.index(stage), full.index(stage)
-    mbarrier.expect(bar, BLOCK_N * D * 2)
+    mbarrier.expect(bar, BLOCK_N * WIDTH * 2)
     for i in gl.static_range(BLOCK_N // BOX):
-        for c in gl.static_range(0, D, CHANNELS):
+        for c in gl.static_range(0, WIDTH, CHANNELS):
             tma_load(pages, [rows[i], column + c], bar, tile.slice(i * BOX, BOX).slice(c, CHANNELS, 1))
+
+
+@gluon.jit
+def _box_rows(pages, table_ptr, first, limit, C):
+    """Rows of the pages of a block's boxes, loaded before the wait for a free stage."""
+    BOX: gl.constexpr = pages.block_type.shape[0]
+    rows = ()
+    for i in gl.static_range(0, C.BLOCK_N, BOX):
+        t = gl.minimum(first + i, limit - 1) // BOX * BOX
+        rows += (gl.load(table_ptr + t // C.PAGE_SIZE) * C.PAGE_SIZE + t % C.PAGE_SIZE,)  # type: ignore[assignment]
+    return rows
+
+
+@gluon.jit
+def _products(q_tiles, k, step, turns, round, TEAM: gl.constexpr):
+    """The products of a team's queries with a block of K, which may be under way: wait for them.
+
+    turns: wait for the team's turn once the block has arrived; None: there are none.
+    """
+    tiles, full, empty = k
+    BLOCK_N: gl.constexpr = tiles.shape[1]
+    PIECES: gl.constexpr = q_tiles.shape[0] // TEAMS
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    s = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
+    for i in gl.static_range(PIECES):
+        stage = wait_full(full, step * PIECES + i)
+        if turns is not None:
+            mbarrier.wait(turns.index(TEAM), round & 1)
+        s = warpgroup_mma(
+            q_tiles.index(TEAM * PIECES + i), tiles.index(stage).permute((1, 0)), s, use_acc=i > 0, is_async=True
+        )
+        if i > 0:
+            s = warpgroup_mma_wait(1, deps=[s])
+            release(empty, step * PIECES + i - 1)
+    return s
 
 
 @gluon.jit
 def _fetch_blocks(k_pages, v_pages, k, v, sequences, sizes, window, C):
     """Fetch K and V of all tiles, one block after the other, from the first that some row sees.
 
-    Past a sequence's end, its last box is fetched again.
+    Past a sequence's end, its last box is fetched again. In pieces, V follows the next block of K, which is needed before it,
+    but the first block of V, which a window may hide in part, is cleared before that block of K is read.
     """
-    BOX: gl.constexpr = k_pages.block_type.shape[0]
+    PIECES: gl.constexpr = pieces(C.D)
+    WIDTH: gl.constexpr = k[0].shape[2]
     _, table_width, tiles = sizes
     step = 0
     for turn in range((tiles + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        b, kv_head, limit, seen, _, _, before = _tile(turn, sequences, sizes, window, C)
+        b, kv_head, limit, seen, _, _, before, piece = _tile(turn, sequences, sizes, window, C)
         table_ptr = sequences.block_tables + b.to(gl.int64) * table_width
-        column = kv_head * k[0].shape[2]
-        for first in range(_first_block(before, window, C.BLOCK_N), seen, C.BLOCK_N):
-            rows = ()  # rows of the pages, loaded before the wait for a free stage
-            for i in gl.static_range(0, C.BLOCK_N, BOX):
-                t = gl.minimum(first + i, limit - 1) // BOX * BOX
-                rows += (gl.load(table_ptr + t // C.PAGE_SIZE) * C.PAGE_SIZE + t % C.PAGE_SIZE,)  # type: ignore[assignment]
-            _fetch_block(k_pages, rows, column, k, step)
-            _fetch_block(v_pages, rows, column, v, step)
+        column = kv_head * C.D
+        opening = _first_block(before, window, C.BLOCK_N)
+        for first in range(opening, seen, C.BLOCK_N):
+            rows = _box_rows(k_pages, table_ptr, first, limit, C)
+            if PIECES == 1:
+                _fetch_block(k_pages, rows, column, k, step)
+                _fetch_block(v_pages, rows, column, v, step)
+            else:
+                for i in gl.static_range(PIECES):
+                    _fetch_block(k_pages, rows, column + i * WIDTH, k, step * PIECES + i)
+                if first != opening + C.BLOCK_N:
+                    rows = _box_rows(v_pages, table_ptr, gl.maximum(first - C.BLOCK_N, opening), limit, C)
+                    _fetch_block(v_pages, rows, column + piece * WIDTH, v, gl.where(first > opening, step - 1, step))
             step += 1
+        if PIECES > 1:
+            last = (seen - 1) // C.BLOCK_N * C.BLOCK_N
+            if last > opening:
+                rows = _box_rows(v_pages, table_ptr, last, limit, C)
+                _fetch_block(v_pages, rows, column + piece * WIDTH, v, step - 1)
 
 
 @gluon.jit
@@ -118,25 +178,27 @@ def _narrow(x, like):
 
 
 @gluon.jit
-def _next_block(q_tile, k, v, turns, state, step, round, first, row_limit, scores, TEAM: gl.constexpr, MASKED: gl.constexpr):
+def _release_last(k, step, q_tiles):
+    """Release what `_products` has not released of a block of K."""
+    PIECES: gl.constexpr = q_tiles.shape[0] // TEAMS
+    release(k[2], step * PIECES + PIECES - 1)
+
+
+@gluon.jit
+def _next_block(q_tiles, k, v, turns, state, step, round, first, row_limit, scores, TEAM: gl.constexpr, MASKED: gl.constexpr):
     """Add the product of the previous block's probabilities and its V. Compute the probabilities of this block.
 
     `state`: the probabilities p, the row maximum, the total and the sums.
     """
-    k_tiles, k_full, k_empty = k
     v_tiles, v_full, v_empty = v
     p, row_max, total, acc = state
-    BLOCK_N: gl.constexpr = k_tiles.shape[1]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    s = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
-    stage = wait_full(k_full, step)
-    mbarrier.wait(turns.index(TEAM), round & 1)
-    s = warpgroup_mma(q_tile, k_tiles.index(stage).permute((1, 0)), s, use_acc=False, is_async=True)
+    s = _products(q_tiles, k, step, turns, round, TEAM)
     before = wait_full(v_full, step - 1)
     acc = warpgroup_mma(p, v_tiles.index(before), acc, is_async=True)
-    mbarrier.arrive(turns.index((TEAM + 1) % TEAMS))
+    if turns is not None:
+        mbarrier.arrive(turns.index((TEAM + 1) % TEAMS))
     s = warpgroup_mma_wait(1, deps=[s])
-    release(k_empty, step)
+    _release_last(k, step, q_tiles)
     s, factor = score(s, scores.scale, scores)
     if MASKED:
         s = _hide(s, first, row_limit, scores.window)
@@ -156,30 +218,33 @@ def _next_block(q_tile, k, v, turns, state, step, round, first, row_limit, score
 def _attend_tiles(q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scores, sizes, C, TEAM: gl.constexpr):
     """Task of one team: its rows of all tiles. Row r of a tile is head r % GROUP of query r // GROUP."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.D, 16])
-    MOVED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.D, C.D // 8], [4, 1], [1, 0])
-    k_tiles, k_full, k_empty = k
+    PIECES: gl.constexpr = pieces(C.D)
+    WIDTH: gl.constexpr = C.D // PIECES
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    MOVED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     v_tiles, v_full, v_empty = v
-    q_tile = q_tiles.index(TEAM)
+    q_tile = q_tiles.index(TEAM * PIECES)  # also for results
     tiles = sizes[2]
     step = 0
     done = 0
     clears = 0
-    if TEAM == TEAMS - 1:
+    if turns is not None and TEAM == TEAMS - 1:
         mbarrier.arrive(turns.index(0))
     for turn in range((tiles + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        _, kv_head, limit, seen, start, queries, before = _tile(turn, sequences, sizes, scores.window, C)
+        _, kv_head, limit, seen, start, queries, before, piece = _tile(turn, sequences, sizes, scores.window, C)
         if seen > 0:
             # Rows past the end repeat the last query instead of being masked. They are not stored.
             row = TEAM * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, MOVED))
             at = (gl.minimum(row // C.GROUP, queries - 1) * (C.NKV * C.GROUP) + row % C.GROUP) * C.D
-            at = at[:, None] + gl.arange(0, C.D, gl.SliceLayout(0, MOVED))[None, :]
+            at = at[:, None] + gl.arange(0, WIDTH, gl.SliceLayout(0, MOVED))[None, :]
             base = (start.to(gl.int64) * C.NKV + kv_head) * (C.GROUP * C.D)
-            q_tile.store(gl.load(q_ptr + base + at))
+            for i in gl.static_range(PIECES):
+                q_tiles.index(TEAM * PIECES + i).store(gl.load(q_ptr + base + at + i * WIDTH))
+            base += piece * WIDTH
             fence_async_shared()
             query = (TEAM * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))) // C.GROUP
             row_limit = before + 1 + gl.minimum(query, queries - 1)
-            acc = gl.zeros([ROWS, C.D], gl.float32, SUMS)
+            acc = gl.zeros([ROWS, WIDTH], gl.float32, SUMS)
             opening = _first_block(before, scores.window, C.BLOCK_N)
             if scores.window is not None:
                 hidden = before + 1 - scores.window - opening  # tokens of the first block that no row sees
@@ -192,11 +257,9 @@ def _attend_tiles(q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scor
                     mbarrier.wait(cleared.index(0), clears & 1)
                     clears += 1
             done += 1
-            stage = wait_full(k_full, step)
-            s = gl.zeros([ROWS, C.BLOCK_N], gl.float32, SCORES)
-            s = warpgroup_mma(q_tile, k_tiles.index(stage).permute((1, 0)), s, use_acc=False, is_async=True)
+            s = _products(q_tiles, k, step, None, 0, TEAM)
             s = warpgroup_mma_wait(0, deps=[s])
-            release(k_empty, step)
+            _release_last(k, step, q_tiles)
             s, factor = score(s, scores.scale, scores)
             s = _hide(s, opening, row_limit, scores.window)
             row_max = gl.max(s, 1) * factor
@@ -218,7 +281,7 @@ def _attend_tiles(q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scor
                     step += 1
                     state = (p, row_max, total, acc)
                     p, row_max, total, acc = _next_block(
-                        q_tile, k, v, turns, state, step, step - done, first, row_limit, scores, TEAM, PHASE != 1
+                        q_tiles, k, v, turns, state, step, step - done, first, row_limit, scores, TEAM, PHASE != 1
                     )
             stage = wait_full(v_full, step)
             last = (seen - 1) // C.BLOCK_N * C.BLOCK_N
@@ -239,8 +302,8 @@ def _attend_tiles(q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scor
             if results.gate is not None:  # through shared memory, so that its loads are contiguous
                 token = start.to(gl.int64) + gl.minimum(row // C.GROUP, queries - 1)
                 head = kv_head * C.GROUP + row % C.GROUP
-                gate_ptrs = results.gate + (token * results.gate_token + head * results.gate_head)[:, None]
-                q_tile.store(gl.load(gate_ptrs + gl.arange(0, C.D, gl.SliceLayout(0, MOVED))[None, :]))
+                gate_ptrs = results.gate + (token * results.gate_token + head * results.gate_head + piece * WIDTH)[:, None]
+                q_tile.store(gl.load(gate_ptrs + gl.arange(0, WIDTH, gl.SliceLayout(0, MOVED))[None, :]))
                 acc *= tl.sigmoid(q_tile.load(SUMS).to(gl.float32))
             q_tile.store(acc.to(q_tile.dtype))
             stored = (row < TEAMS * ROWS // C.GROUP * C.GROUP) & (row // C.GROUP < queries)
@@ -248,11 +311,11 @@ def _attend_tiles(q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scor
 
 
 @gluon.jit
-def _ring(dtype: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr):
-    """A ring for blocks of K or V, which both teams read."""
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, D], dtype)
-    tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], LAYOUT)
-    full, empty = ring_barriers(STAGES, TEAMS)
+def _ring(dtype: gl.constexpr, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr, COUNT: gl.constexpr):
+    """A ring for blocks of K or V, or their pieces, which both teams read."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, WIDTH], dtype)
+    tiles = gl.allocate_shared_memory(dtype, [COUNT, BLOCK_N, WIDTH], LAYOUT)
+    full, empty = ring_barriers(COUNT, TEAMS)
     return tiles, full, empty
 
 
@@ -264,10 +327,12 @@ def _prefill_sm90_kernel(q_ptr, k_pages, v_pages, sequences, results, scores, B,
     k_pages, v_pages: descriptors of [P · page_size, NKV · D].
     """
     dtype: gl.constexpr = k_pages.dtype
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, C.D], dtype)
-    q_tiles = gl.allocate_shared_memory(dtype, [TEAMS, ROWS, C.D], LAYOUT)
-    k, v = _ring(dtype, C.BLOCK_N, C.D), _ring(dtype, C.BLOCK_N, C.D)
-    turns, cleared = barriers(TEAMS, 1), barriers(1, TEAMS)
+    PIECES: gl.constexpr = pieces(C.D)
+    WIDTH: gl.constexpr = C.D // PIECES
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], dtype)
+    q_tiles = gl.allocate_shared_memory(dtype, [TEAMS * PIECES, ROWS, WIDTH], LAYOUT)
+    k, v = _ring(dtype, C.BLOCK_N, WIDTH, STAGES), _ring(dtype, C.BLOCK_N, WIDTH, STAGES // PIECES)
+    turns, cleared = barriers(TEAMS, 1) if PIECES == 1 else None, barriers(1, TEAMS)
     fence_async_shared()
     sizes = (B, table_width, tiles)
     gl.warp_specialize(
@@ -284,7 +349,7 @@ def _prefill_sm90_kernel(q_ptr, k_pages, v_pages, sequences, results, scores, B,
 def launch(a: AttentionInput) -> None:
     """Write `out`, for one or more tokens and sequences."""
     q, (Nq, Nkv, D), pages, B = a.heads, a.head_shape, a.pages, a.num_seqs
-    tiles = (q.shape[0] // (TEAMS.value * ROWS.value // (Nq // Nkv)) + B) * Nkv
+    tiles = (q.shape[0] // (TEAMS.value * ROWS.value // (Nq // Nkv)) + B) * Nkv * -(-D // PIECE.value)
     block_n = 128 if D <= 128 else 64  # tokens of K and V in a block
     k, v = (tma_descriptor(x, min(pages.page_size, block_n), CHANNELS.value, Nkv * D) for x in pages[:2])
     constants = Constants.of(a, BLOCK_N=block_n, BLOCK_B=prefill_lookup_size(B), SHORTEST=a.shortest, PARTIAL=a.partial)

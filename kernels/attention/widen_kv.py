@@ -18,6 +18,7 @@ from minirt.kernels.prepared import prepared
 CASES = [
     {"Nkv": 3, "D": 64, "page_size": 16, "lens": (40, 1, 0, 17), "contexts": (9, 33, 5, 0), "shortest": 2},
     {"Nkv": 2, "D": 128, "page_size": 128, "lens": (130, 3), "contexts": (0, 700), "shortest": 1},
+    {"Nkv": 1, "D": 512, "page_size": 32, "lens": (50, 3), "contexts": (0, 700), "shortest": 1},
 ]
 
 
@@ -68,8 +69,9 @@ def widen(a: AttentionInput) -> AttentionInput:
     wide_tables = torch.empty_like(tables)
     programs = min(num_pages, max(1, 8 * sm_count(q.device) // Nkv))
     constants = Constants.of(
-        a, BLOCK_N=min(page_size, 64 if D <= 128 else 32), BLOCK_B=prefill_lookup_size(B), SHORTEST=a.shortest, PARTIAL=a.partial
-    )
+        a, BLOCK_N=min(page_size, 64 if D <= 128 else 32 if D <= 256 else 16), BLOCK_B=prefill_lookup_size(B),
+        SHORTEST=a.shortest, PARTIAL=a.partial,
+    )  # fmt: skip
     _widen_kernel[(programs * Nkv,)](
         pages.for_kernel(torch.uint8), a.sequences, wide, wide_tables, a.scores.window, B, a.table_width, C=constants, num_warps=4
     )

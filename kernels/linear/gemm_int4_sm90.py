@@ -29,7 +29,19 @@ from minirt.kernels.hopper.tiles import places
 from minirt.kernels.hopper.tma import tma_load, tma_tile
 from minirt.kernels.launch import Gpu, cdiv, even_parts, launch_options, next_power_of_2, sm_count
 from minirt.kernels.linear.epilogue import add_parts, finish, load_residual, load_rows, touch
-from minirt.kernels.linear.int4_words import factor, group_words, offset, scale_words, scaled, times_power, unpack, unpack_e2m1
+from minirt.kernels.linear.int4_words import (
+    SMALL,
+    factor,
+    group_words,
+    large_powers,
+    offset,
+    scale_words,
+    scaled,
+    small_e2m1,
+    times_power,
+    unpack,
+    unpack_e2m1,
+)
 from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.linear.tile_order import tile_origin
 from minirt.kernels.prepared import Tiled, compile_time, prepared
@@ -85,14 +97,14 @@ def _alternating(w):
 
 
 @gluon.jit
-def _of_pairs(acc):
+def of_pairs(acc):
     """The sums of gate and of up, [32, tokens] each, of alternating rows."""
     gate, up = acc.reshape([4, 2, 8, acc.shape[1]]).permute((0, 2, 3, 1)).split()
     return gate.reshape([32, acc.shape[1]]), up.reshape([32, acc.shape[1]])
 
 
 @gluon.jit
-def _fetch_words(weight, n, N, chunk, bar, tile, GATED: gl.constexpr):
+def fetch_words(weight, n, N, chunk, bar, tile, GATED: gl.constexpr):
     """The words of a chunk for both groups of warps; if gated, half of a group's rows are gate's and half up's."""
     if GATED:
         for i in gl.static_range(4):
@@ -102,25 +114,22 @@ def _fetch_words(weight, n, N, chunk, bar, tile, GATED: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_x(x, t, chunk, bar, x_tiles, stage):
+def fetch_x(x, t, chunk, bar, x_tiles, stage):
     tma_load(x, [t, chunk * 128], bar, x_tiles.index(2 * stage))
     tma_load(x, [t, chunk * 128 + 64], bar, x_tiles.index(2 * stage + 1))
 
 
 @gluon.jit
-def _touch_scales(scale_ptr, n, N, chunk, C):
+def touch_scales(scale_ptr, n, N, stride, chunk, C):
     """Prefetch the scale words of a chunk into L2, so that no group of warps waits for memory. A lane has four rows."""
     GROUPS: gl.constexpr = (C.K + 32 * C.QUANTUM - 1) // (32 * C.QUANTUM)
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    row = gl.minimum(n + lane * 4, N - 1)
     if C.GATED:
         row = gl.minimum(n + lane % 16 * 4, N - 1) + gl.where(lane < 16, 0, N)
-        rows = 2 * N
-    else:
-        row = gl.minimum(n + lane * 4, N - 1)
-        rows = N
     for j in gl.static_range(4 // C.QUANTUM):
         group = gl.minimum(chunk * (4 // C.QUANTUM) + j, GROUPS - 1)
-        touch(scale_ptr + (group.to(gl.int64) * rows + row))
+        touch(scale_ptr + (group.to(gl.int64) * stride + row))
 
 
 @gluon.jit
@@ -133,19 +142,19 @@ def _fetch(x, weight, ring, scale_ptr, sizes, C, PDL: gl.constexpr):
     ahead = min(C.STAGES, last - first)
     for i in range(ahead):
         mbarrier.expect(full.index(i), BYTES)
-        _fetch_words(weight, n, N, first + i, full.index(i), w_tiles.index(i), C.GATED)
+        fetch_words(weight, n, N, first + i, full.index(i), w_tiles.index(i), C.GATED)
     for i in range(ahead):
-        _touch_scales(scale_ptr, n, N, first + i, C)
+        touch_scales(scale_ptr, n, N, 2 * N if C.GATED else N, first + i, C)
     if PDL:
         gdc_wait()  # the kernel before may still write x, but never weights
     for i in range(ahead):
-        _fetch_x(x, t, first + i, full.index(i), x_tiles, i)
+        fetch_x(x, t, first + i, full.index(i), x_tiles, i)
     for i in range(ahead, last - first):
         stage = wait_empty(empty, i)
         mbarrier.expect(full.index(stage), BYTES)
-        _fetch_words(weight, n, N, first + i, full.index(stage), w_tiles.index(stage), C.GATED)
-        _fetch_x(x, t, first + i, full.index(stage), x_tiles, stage)
-        _touch_scales(scale_ptr, n, N, first + i, C)
+        fetch_words(weight, n, N, first + i, full.index(stage), w_tiles.index(stage), C.GATED)
+        fetch_x(x, t, first + i, full.index(stage), x_tiles, stage)
+        touch_scales(scale_ptr, n, N, 2 * N if C.GATED else N, first + i, C)
     if PDL:
         gdc_launch_dependents()
 
@@ -193,35 +202,30 @@ def _outputs(t0, n0, T, N, acc):
 
 
 @gluon.jit
-def _multiply(ring, ep, out_ptr, workspace, sizes, C, PDL: gl.constexpr, GROUP: gl.constexpr):
-    """Task of one group of four warps: 64 of the tile's weight rows."""
-    x_tiles, w_tiles, full, empty = ring
-    T, N, _ = sizes
-    MX: gl.constexpr = ep.scale.dtype.element_ty == gl.uint32  # a chunk has four scales
-    EXACT: gl.constexpr = C.BLOCK_T <= 128 and C.QUANTUM > 1 and not MX
-    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_T, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, WIDE, 2)
-    t0, n0, first, last, shared, part_of_tile = _work_item(sizes, C)
-    n0 += (32 if C.GATED else 64) * GROUP
+def weight_rows(n, N, C, LEFT: gl.constexpr):
+    """The rows of gate and up, or of the weight, that a group of warps multiplies for outputs from n on. Past N, the last."""
     r = gl.arange(0, 64, gl.SliceLayout(1, LEFT))
     if C.GATED:
-        row = gl.minimum(n0 + r // 16 * 8 + r % 8, N - 1) + gl.where(r // 8 % 2 == 1, N, 0)
-        all_rows = 2 * N
+        return gl.minimum(n + r // 16 * 8 + r % 8, N - 1) + gl.where(r // 8 % 2 == 1, N, 0)
     else:
-        row = gl.minimum(n0 + r, N - 1)
-        all_rows = N
-    scales = ep.scale + row
-    words = group_words(scales, all_rows, first, C.K, C.QUANTUM)
-    if PDL:
-        gdc_wait()  # these warps write the output, and the fetching warp's wait does not cover them
-    acc = gl.zeros([64, C.BLOCK_T], gl.float32, WIDE)
-    if ep.residual is not None and not C.GATED:  # here, where registers are free for all loads at once
-        at, inside = _outputs(t0, n0, T, N, acc)
-        if C.SPLIT > 1:
-            inside = inside & (part_of_tile <= 0)
-        acc = load_residual(ep, at, inside)[0]
+        return gl.minimum(n + r, N - 1)
+
+
+@gluon.jit
+def add_chunks(ring, scales, stride, words, acc, step, first, last, MX: gl.constexpr, C, GROUP: gl.constexpr):
+    """acc + the products of chunks `first` … `last` − 1, from a step of the ring on, for a group of warps' 64 rows.
+
+    scales: pointers to the rows' first scale words; `stride`: to those of the next group of columns. words: of the first chunk.
+    """
+    x_tiles, w_tiles, full, empty = ring
+    EXACT: gl.constexpr = C.BLOCK_T <= 128 and C.QUANTUM > 1 and not MX
+    SHIFTED: gl.constexpr = MX and x_tiles.dtype == gl.bfloat16  # sums are too small until the end
+    WIDE: gl.constexpr = acc.type.layout
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, WIDE, 2)
+    if SHIFTED:
+        acc *= 1.0 / SMALL
     for i in range(last - first):
-        stage = wait_full(full, i)
+        stage = wait_full(full, step + i)
         rows_of_group = w_tiles.index(stage).slice(64 * GROUP, 64)
         if C.GATED:
             STORED: gl.constexpr = (
@@ -232,9 +236,9 @@ def _multiply(ring, ep, out_ptr, workspace, sizes, C, PDL: gl.constexpr, GROUP: 
             w = rows_of_group.load(LEFT)
         fence_async_shared()  # TMA overwrites words that threads have read
         # Loaded a step before they are used (past the end, the last ones again), and after the fence, which waits for loads.
-        following = group_words(scales, all_rows, first + i + 1, C.K, C.QUANTUM)
+        following = group_words(scales, stride, first + i + 1, C.K, C.QUANTUM)
         left_x, right_x = x_tiles.index(2 * stage).permute((1, 0)), x_tiles.index(2 * stage + 1).permute((1, 0))
-        q = _unpacked(w, words[0], x_tiles.dtype)
+        q = small_e2m1(w) if SHIFTED else _unpacked(w, words[0], x_tiles.dtype)
         if EXACT:
             a = _side_by_side(q[0], q[1])
             if C.QUANTUM == 2:
@@ -246,7 +250,7 @@ def _multiply(ring, ep, out_ptr, workspace, sizes, C, PDL: gl.constexpr, GROUP: 
             if C.QUANTUM == 4:
                 part = warpgroup_mma(b, right_x, part, is_async=True)
                 part, a, b = warpgroup_mma_wait(0, deps=[part, a, b])
-                release(empty, i)
+                release(empty, step + i)
                 acc += part * scale[:, None]
             else:
                 part, a = warpgroup_mma_wait(0, deps=[part, a])
@@ -254,21 +258,47 @@ def _multiply(ring, ep, out_ptr, workspace, sizes, C, PDL: gl.constexpr, GROUP: 
                 part = warpgroup_mma(b, right_x, part, use_acc=False, is_async=True)
                 scale = gl.convert_layout(factor(words[1]), gl.SliceLayout(1, WIDE), assert_trivial=True)
                 part, b = warpgroup_mma_wait(0, deps=[part, b])
-                release(empty, i)
+                release(empty, step + i)
                 acc += part * scale[:, None]
         else:
-            parts = ()
+            parts, powers = (), large_powers(words[0]) if SHIFTED else ()
             for j in gl.static_range(4):
                 if (C.QUANTUM == 1 and j > 0) or (C.QUANTUM == 2 and j == 2):
                     q = _unpacked(w, words[j // C.QUANTUM], x_tiles.dtype)
-                scale = factor(words[j // C.QUANTUM], j)[:, None]
+                scale = (powers[j] if SHIFTED else factor(words[j // C.QUANTUM], j))[:, None]
                 parts += (times_power(q[j], scale) if MX else scaled(q[j], scale),)  # type: ignore[assignment]
             a, b = _side_by_side(parts[0], parts[1]), _side_by_side(parts[2], parts[3])  # type: ignore[misc]
             acc = warpgroup_mma(a, left_x, acc, is_async=True)
             acc = warpgroup_mma(b, right_x, acc, is_async=True)
             acc, a, b = warpgroup_mma_wait(0, deps=[acc, a, b])
-            release(empty, i)
+            release(empty, step + i)
         words = following
+    if SHIFTED:
+        acc *= SMALL
+    return acc
+
+
+@gluon.jit
+def _multiply(ring, ep, out_ptr, workspace, sizes, C, PDL: gl.constexpr, GROUP: gl.constexpr):
+    """Task of one group of four warps: 64 of the tile's weight rows."""
+    T, N, _ = sizes
+    MX: gl.constexpr = ep.scale.dtype.element_ty == gl.uint32  # a chunk has four scales
+    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_T, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, WIDE, 2)
+    t0, n0, first, last, shared, part_of_tile = _work_item(sizes, C)
+    n0 += (32 if C.GATED else 64) * GROUP
+    all_rows = 2 * N if C.GATED else N
+    scales = ep.scale + weight_rows(n0, N, C, LEFT)
+    words = group_words(scales, all_rows, first, C.K, C.QUANTUM)
+    if PDL:
+        gdc_wait()  # these warps write the output, and the fetching warp's wait does not cover them
+    acc = gl.zeros([64, C.BLOCK_T], gl.float32, WIDE)
+    if ep.residual is not None and not C.GATED:  # here, where registers are free for all loads at once
+        at, inside = _outputs(t0, n0, T, N, acc)
+        if C.SPLIT > 1:
+            inside = inside & (part_of_tile <= 0)
+        acc = load_residual(ep, at, inside)[0]
+    acc = add_chunks(ring, scales, all_rows, words, acc, 0, first, last, MX, C, GROUP)
     mine = True
     if C.SPLIT > 1:  # noqa: SIM102 (SPLIT is a constant)
         if part_of_tile >= 0:
@@ -279,7 +309,7 @@ def _multiply(ring, ep, out_ptr, workspace, sizes, C, PDL: gl.constexpr, GROUP: 
     if mine:
         gate, up = acc, acc
         if C.GATED:
-            gate, up = _of_pairs(acc)
+            gate, up = of_pairs(acc)
         n = n0 + gl.arange(0, gate.shape[0], gl.SliceLayout(1, gate.type.layout))[:, None]
         at, stored = _outputs(t0, n0, T, N, gate)
         rows = load_rows(ep, n, n < N, N, False)

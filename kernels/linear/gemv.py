@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from minirt.kernels.arrival import MOST_POLLS
 from minirt.kernels.compile.tuning import Family, around, cached_lookup
 from minirt.kernels.launch import Gpu, cdiv, launch_options, next_power_of_2, require_fp8
 from minirt.kernels.linear.epilogue import finish, load_residual, load_rows
@@ -120,8 +121,9 @@ def _load_expansion(adapter, place, module, n, valid, rows, C):
 def _expand(loaded):
     """scaling · B · y, when all of y is there."""
     b, scales, y_ptrs, inside, y = loaded
-    while tl.max(tl.max((y == _MISSING).to(tl.int32), 1), 0) > 0:
-        y = tl.load(y_ptrs, mask=inside, other=0, volatile=True)
+    polls = 0
+    while (tl.max(tl.max((y == _MISSING).to(tl.int32), 1), 0) > 0) & (polls < MOST_POLLS):
+        y, polls = tl.load(y_ptrs, mask=inside, other=0, volatile=True), polls + 1
     # Plus 0, which the compiler does not know: all lanes add rounded products to those of others.
     products = b.to(tl.float32) * y.to(tl.float32, bitcast=True) + tl.minimum(scales, 0.0)[:, None] * 0.0
     return tl.sum(products, 1) * scales

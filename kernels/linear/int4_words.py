@@ -18,6 +18,27 @@ from minirt.errors import InputError
 from minirt.kernels.linear.product import Product
 from minirt.kernels.reference import int4_group
 
+# m0 … m3: the nibbles of the words $4 as `small_e2m1` returns them.
+_E2M1 = tl.constexpr("""
+    .reg .b32 s0, s1, s2, m0, m1, m2, m3;
+    shl.b32 s0, $4, 12;
+    shl.b32 s1, $4, 8;
+    shl.b32 s2, $4, 4;
+    shl.b32 m0, $4, 6;
+    shl.b32 m1, $4, 2;
+    shr.u32 m2, $4, 2;
+    shr.u32 m3, $4, 6;
+    and.b32 m0, m0, 0x01c001c0;
+    and.b32 m1, m1, 0x01c001c0;
+    and.b32 m2, m2, 0x01c001c0;
+    and.b32 m3, m3, 0x01c001c0;
+    lop3.b32 m0, s0, 0x80008000, m0, 0xea;
+    lop3.b32 m1, s1, 0x80008000, m1, 0xea;
+    lop3.b32 m2, s2, 0x80008000, m2, 0xea;
+    lop3.b32 m3, $4, 0x80008000, m3, 0xea;
+    """)
+SMALL = tl.constexpr(2.0**62)  # `small_e2m1` times `large_powers`, by which a weight is too small. Both are exact
+
 
 @triton.jit
 def factor(words, J: tl.constexpr = 0):
@@ -117,27 +138,35 @@ def e2m1(w, J: tl.constexpr):
 
 
 @triton.jit
+def small_e2m1(w):
+    """Words → the four tiles of their nibbles, E2M1, as bf16 numbers that are 2^126 too small, as `e2m1_bits` has them."""
+    return tl.inline_asm_elementwise(
+        "{" + _E2M1 + "mov.b32 $0, m0; mov.b32 $1, m1; mov.b32 $2, m2; mov.b32 $3, m3; }",
+        "=r,=r,=r,=r,r", [w], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def large_powers(words):
+    """The four scales of each scale word of MXFP4 as bf16 numbers that are 2^64 too large, see `SMALL`. Bytes up to 190."""
+    even = (words & 0x00FF00FF) * 128 + 0x20002000
+    odd = ((words >> 8) & 0x00FF00FF) * 128 + 0x20002000
+    return _half(even, 0), _half(odd, 0), _half(even, 1), _half(odd, 1)
+
+
+@triton.jit
+def _half(words, HIGH: tl.constexpr):
+    """The low or the high 16 bits as bf16."""
+    return ((words >> 16) if HIGH else words).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
 def unpack_e2m1(w, DTYPE: tl.constexpr):
     """Words → the four tiles of their nibbles, E2M1, exact in DTYPE: bits are moved to where DTYPE has them, then scaled."""
     if DTYPE == tl.bfloat16:  # noqa: SIM300
         return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 s0, s1, s2, m0, m1, m2, m3, unit, zero;
-            shl.b32 s0, $4, 12;
-            shl.b32 s1, $4, 8;
-            shl.b32 s2, $4, 4;
-            shl.b32 m0, $4, 6;
-            shl.b32 m1, $4, 2;
-            shr.u32 m2, $4, 2;
-            shr.u32 m3, $4, 6;
-            and.b32 m0, m0, 0x01c001c0;
-            and.b32 m1, m1, 0x01c001c0;
-            and.b32 m2, m2, 0x01c001c0;
-            and.b32 m3, m3, 0x01c001c0;
-            lop3.b32 m0, s0, 0x80008000, m0, 0xea;
-            lop3.b32 m1, s1, 0x80008000, m1, 0xea;
-            lop3.b32 m2, s2, 0x80008000, m2, 0xea;
-            lop3.b32 m3, $4, 0x80008000, m3, 0xea;
+            "{" + _E2M1 + """
+            .reg .b32 unit, zero;
             mov.b32 unit, 0x7e807e80;
             mov.b32 zero, 0x80008000;
             fma.rn.bf16x2 $0, m0, unit, zero;
@@ -206,7 +235,7 @@ def scaled(q, scale):
 
 @triton.jit
 def times_power(q, power):
-    """q · power, a power of two in fp32: exact in 16 bits, unless the result leaves their range."""
+    """q · power, a power of two: exact in 16 bits, unless the result leaves their range."""
     power, _ = tl.broadcast(power.to(q.dtype), q)
     if q.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(

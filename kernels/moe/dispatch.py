@@ -19,7 +19,7 @@ from minirt.kernels.checks import check_arguments, check_tensor
 from minirt.kernels.launch import capability
 from minirt.kernels.linear.gemv import gemv
 from minirt.kernels.linear.product import Epilogue, Norm, Product
-from minirt.kernels.moe import experts_sm90, few_tokens, few_tokens_int4, products, products_int4, router
+from minirt.kernels.moe import experts_int4_sm90, experts_sm90, few_tokens, few_tokens_int4, products, products_int4, router
 from minirt.kernels.moe.mixture import Mixture, SharedOutput
 from minirt.kernels.moe.route import gather, last_tokens, route
 from minirt.kernels.moe.router import LogitParts
@@ -64,13 +64,17 @@ def _few_tokens(m: Mixture, kernels: ModuleType = few_tokens) -> None:
 
 def _sm90(m: Mixture) -> None:
     T, H, inter = m.sizes
-    block_t = experts_sm90.block_t(T, max(H, inter), m.gate_up.element_size(), m.blocks)
+    kernels: ModuleType = experts_int4_sm90 if m.four_bits else experts_sm90
+    if m.four_bits:
+        block_t = experts_int4_sm90.block_t(T, m.top_k, len(m.gate_up))
+    else:
+        block_t = experts_sm90.block_t(T, max(H, inter), m.gate_up.element_size(), m.blocks)
     routing = route(m.logits, m.top_k, m.normalize, block_t, factors=m.factors, pdl=m.pdl, check=False)
     x, x_scale = gather(m.h, routing, m.quantized, m.norm, blocks=m.blocks, pdl=m.pdl)
-    h = experts_sm90.launch(m.first_product(x, m.h.new_empty(T * m.top_k, inter), x_scale=x_scale), routing)
+    h = kernels.launch(m.first_product(x, m.h.new_empty(T * m.top_k, inter), x_scale=x_scale), routing)
     # Early: the next kernel fetches weights, by lists that are complete, while this one waits.
     h, h_scale = _quantized(m, h, early=True)
-    rows = experts_sm90.launch(m.second_product(h, m.h.new_empty(T * m.top_k, H), h_scale), routing)
+    rows = kernels.launch(m.second_product(h, m.h.new_empty(T * m.top_k, H), h_scale), routing)
     products.combine(m.residual, rows, routing.weights, m.out, m.shared_output(), pdl=m.pdl)
 
 
@@ -114,6 +118,10 @@ REGIMES = (
     MixtureRegime(
         "experts_sm90", "tokens", 1, variant=last_tokens, capability=90, launch=_sm90, suits=experts_sm90.suits,
         limits=SPECIAL[90].experts["experts_sm90"], sums=SumOrder("steps", accumulator="fp32 steps", invariant=True),
+    ),
+    MixtureRegime(
+        "experts_int4_sm90", "tokens", 2, variant=last_tokens, capability=90, launch=_sm90,
+        limits=SPECIAL[90].experts["experts_int4_sm90"], sums=SumOrder("steps"),
     ),
     MixtureRegime(
         "experts_int4", "tokens", 1, variant=last_tokens, launch=partial(_tiles, kernels=products_int4),

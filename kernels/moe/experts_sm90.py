@@ -86,7 +86,7 @@ class _Constants(NamedTuple):
 
 
 @gluon.jit
-def _tile(routing, sizes, item, C):
+def work_item(routing, sizes, item, C):
     """A work item: (expert, first place, end of the expert's places, first column)."""
     most, columns, _ = sizes
     tile = gl.minimum(item // columns, most - 1)
@@ -141,7 +141,7 @@ def _fetch_tiles(x, extra_x, weight, ring, routing, sizes, C, PDL: gl.constexpr)
     ahead = 0
     if PDL:
         # The kernel before may still write x. The lists were written by an earlier one, which has ended.
-        expert, t, end, n = _tile(routing, sizes, first_item, C)
+        expert, t, end, n = work_item(routing, sizes, first_item, C)
         high = end - t > BLOCK_T
         ahead += gl.where(first_item < items, AHEAD, 0)
         for i in range(ahead):
@@ -152,7 +152,7 @@ def _fetch_tiles(x, extra_x, weight, ring, routing, sizes, C, PDL: gl.constexpr)
             _fetch_rows(x, extra_x, t, i * BLOCK_K, ring, i, high, C)
         step += ahead
     for item in range(first_item, items, gl.num_programs(0)):
-        expert, t, end, n = _tile(routing, sizes, item, C)
+        expert, t, end, n = work_item(routing, sizes, item, C)
         high = end - t > BLOCK_T
         skipped = gl.where(item == first_item, ahead, 0)
         for k in range(skipped * BLOCK_K, C.K, BLOCK_K):
@@ -262,9 +262,9 @@ def _finish_strip(acc, acc_up, ep, tokens, tile, n, N, C):
 
 
 @gluon.jit
-def _store(value, out_ptr, rows, inside, n, N, STORED: gl.constexpr):
+def store(value, out_ptr, rows, inside, n, N, STORED: gl.constexpr):
     """out[rows[t], n + i] = value[i, t], where inside[t] and n + i < N."""
-    column = n + gl.arange(0, 64, gl.SliceLayout(1, STORED))
+    column = n + gl.arange(0, value.shape[0], gl.SliceLayout(1, STORED))
     at = rows.to(gl.int64)[None, :] * N + column[:, None]
     stored = gl.convert_layout(value.to(out_ptr.dtype.element_ty), STORED)
     gl.store(out_ptr + at, stored, mask=inside[None, :] & (column < N)[:, None])
@@ -288,13 +288,13 @@ def _finish(left, right, ep, out_ptr, order_ptr, tile, N, C):
         tokens = load_tokens(ep, place, place < end, C.SCALE_ROWS is None)
         if C.GATED:
             out = _finish_strip(left, right, ep, tokens, tile, n, N, C)
-            _store(out, out_ptr, stored_place, stored_place < end, n, N, STORED)
+            store(out, out_ptr, stored_place, stored_place < end, n, N, STORED)
         else:
             stored_pair = gl.load(order_ptr + stored_place, mask=stored_place < end, other=0)
             left = _finish_strip(left, left, ep, tokens, tile, n, N, C)
             right = _finish_strip(right, right, ep, tokens, tile, n + C.STRIP, N, C)
-            _store(left, out_ptr, stored_pair, stored_place < end, n, N, STORED)
-            _store(right, out_ptr, stored_pair, stored_place < end, n + C.STRIP, N, STORED)
+            store(left, out_ptr, stored_pair, stored_place < end, n, N, STORED)
+            store(right, out_ptr, stored_pair, stored_place < end, n + C.STRIP, N, STORED)
 
 
 @gluon.jit
@@ -314,7 +314,7 @@ def _multiply_tiles(ring, ep, out_ptr, routing, sizes, C, PDL: gl.constexpr, GRO
         gdc_wait()  # these warps write the output
     items = gl.load(routing.used) * columns
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        expert, first, end, n = _tile(routing, sizes, item, C)
+        expert, first, end, n = work_item(routing, sizes, item, C)
         n += 64 * GROUP
         tile = (expert, first, end, n)
         left = gl.zeros([64, BLOCK_T], gl.float32, PRODUCTS)

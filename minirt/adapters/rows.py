@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from minirt.device import is_nvidia
+from minirt.errors import InputError
 from minirt.kernels.adapters import reference
 from minirt.kernels.adapters.operands import AdapterWeights, Groups, most_tiles, tile_rows
 from minirt.kernels.step.table import ADAPTER, StepTensors
@@ -42,15 +43,15 @@ class Marks:
     def __init__(self, size: int, device: torch.device) -> None:
         self._words, self._taken = torch.full((size,), -1, dtype=torch.int32, device=device), 0
 
-    def begin(self, *, fill: bool = True) -> None:
-        """Of a step."""
+    def begin(self) -> None:
+        """Of a step. Words of an earlier one would be waited for without end."""
         self._taken = 0
-        if fill:
-            self._words.fill_(-1)
+        self._words.fill_(-1)
 
     def take(self, count: int) -> Tensor:
         start, self._taken = self._taken, self._taken + padded_marks(count)
-        assert self._taken <= len(self._words), "more uses of linears than the model has"
+        if self._taken > len(self._words):
+            raise InputError("a step uses more linears than the model has", where="Marks.take", expected=len(self._words))
         return self._words[start : start + count]
 
 
@@ -119,21 +120,21 @@ class StepAdapters:
             ]
 
     def of(self, tokens: int, rows: int) -> BatchAdapters:
-        """The buffers of a step of this size. On a GPU."""
+        """The buffers of a step of this size, which begins. On a GPU."""
         if (view := self._views.get((tokens, rows))) is None:
             tokens_of, rows_of = (
                 Groups(order[:size], tiles[: most_tiles(size, self._places)], tile_rows(size))
                 for (order, tiles), size in zip(self._buffers, (tokens, rows), strict=True)
             )
             view = self._views[tokens, rows] = BatchAdapters(tokens_of, rows_of, self._marks)
-        self._marks.begin(fill=False)
+        self._marks.begin()
         return view
 
     def begin(self, table: Tensor, step: StepTensors) -> BatchAdapters:
         """The rows of a step, from the table of slots and the step's input. On a GPU, they are in the buffers."""
         tokens, rows = len(step.tokens), len(step.logits_indices)
-        self._marks.begin()
         if self._kernels is None:
+            self._marks.begin()
             adapters = reference.adapters_of(table, ADAPTER, step.seq_slots, step.query_starts, tokens)
             return BatchAdapters(self._grouped(adapters), self._grouped(adapters[step.logits_indices]), self._marks)
         view = self.of(tokens, rows)

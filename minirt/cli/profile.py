@@ -12,7 +12,6 @@ from minirt.cli.help import command
 from minirt.cli.output import note
 from minirt.cli.report import print_report, progress_of, report_options, words_of
 from minirt.cli.settings import COUNT, options_of
-from minirt.device import pick_device
 from minirt.settings import setting
 
 
@@ -44,6 +43,7 @@ def profile(ctx: click.Context, batch_size: tuple[int, ...], **options: Any) -> 
     from minirt.bench.ceiling import read_ceiling
     from minirt.bench.profile import draw, markdown, rows_of
     from minirt.bench.report import Report, machine
+    from minirt.device import pick_device
 
     steps = [(size, length, kind) for kind in ("context_len", "input_len") for length in options[kind] for size in batch_size]
     load, progress, rows = shared.for_measuring(shared.to_load_options(options, name)), progress_of(options), []

@@ -62,7 +62,9 @@ class DeviceErrors:
             raise self.failure
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if isinstance(error, Exception) and is_device_failure(error):
+        if isinstance(error, DeviceFailedError):
+            self.failure = error
+        elif isinstance(error, Exception) and is_device_failure(error):
             hint = "start a new process; with CUDA_LAUNCH_BLOCKING=1 it names the call that failed"
             self.failure = DeviceFailedError("the GPU failed", found=str(error).strip().splitlines()[0], hint=hint)
             raise self.failure from error
@@ -74,6 +76,7 @@ class Engine:
     Attributes:
         checks: of requests, before they are added.
         adapters: `Adapters` of the model; None: requests have none.
+        ranks: `Ranks` of the model, the processes that run the same steps; None: there is one.
 
     Args:
         model: `model(batch, cache)` → logits [R, V]: a `Model`, or any callable with this signature.
@@ -98,11 +101,12 @@ class Engine:
         self.adapters: Any = getattr(model, "adapters", None)
         self._scheduler = Scheduler(cache, limits, vocab_size, prefix_cache=options.prefix_cache, adapters=self.adapters)
         self.checks = RequestChecks(vocab_size, self._scheduler, constraints)
-        self._runner = Runner(
+        self.ranks: Any = getattr(model, "ranks", None)
+        self._runner: Runner = (Runner if self.ranks is None else self.ranks.runner)(
             model, cache, device, replace(limits, max_model_len=self.max_len), vocab_size=vocab_size,
             cuda_graphs=options.cuda_graphs, proposer=proposer, adaptive_drafts=options.adaptive_drafts,
         )  # fmt: skip
-        self.checks.hooks = self._runner.hooks
+        self.checks.hooks, self.checks.alone = self._runner.hooks, self.ranks is None
         self._lookahead = int(not self._runner.waits) if options.lookahead is None else options.lookahead
         self._adaptive_drafts = options.adaptive_drafts
         learns = options.adaptive_drafts and limits.max_drafts and device.type != "cuda"  # a GPU's are measured at warm-up
@@ -214,6 +218,9 @@ class Engine:
         """End what runs beside the steps."""
         if self._warm_up is not None:
             self._warm_up.close()
+        if self.ranks is not None:
+            self._runner.graphs.clear()  # the ranks' connection cannot be closed before what uses it
+            self.ranks.close()
 
     def add(self, request: Request) -> None:
         """Queue a request that has passed `checks`. Requests share no cached prefix with others that edits change differently."""

@@ -22,6 +22,7 @@ class RequestChecks:
     def __init__(self, vocab_size: int, scheduler: Scheduler, constraints: TokenConstraints | None) -> None:
         self._vocab_size, self._scheduler, self._constraints = vocab_size, scheduler, constraints
         self.hooks: StepHooks | None = None  # of the model
+        self.alone = True  # whether one process runs the steps
 
     def check(
         self, prompt_token_ids: Sequence[int], sampling: EffectiveSampling | None = None, rules: Rules | None = None,
@@ -55,6 +56,10 @@ class RequestChecks:
                     raise InputError("not a token id of this model", where=name, expected=expected, found=largest)
             if sampling.lora is not None:
                 self.check_lora(sampling.lora)
+            if not self.alone and (sampling.logits_processors or sampling.capture is not None):
+                place = "logits_processors" if sampling.logits_processors else "capture"
+                what, hint = "not supported beside --tensor-parallel, whose ranks draw alike", "load the model on one GPU"
+                raise UnsupportedError(what, where=place, hint=hint)
             if self.hooks is not None:
                 self.hooks.check(sampling)
             elif (sampling.capture is not None and sampling.capture.states) or sampling.steer:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from minirt.device import compute_capability, is_gpu
+from minirt.errors import UnsupportedError
 from minirt.kernels import reference
 from minirt.kernels.attention.limits import HEAD_DIMS, MAX_GROUP
 from minirt.kernels.attention.operands import AttentionInput, Rope, Scores, Sequences
@@ -14,7 +15,7 @@ from minirt.layers.base import Forward, Layer, LinearOp, checkpoint_names, regis
 from minirt.layers.mlp import triton_add
 from minirt.modeling.config import AttentionSettings, ModelConfig
 from minirt.modeling.formats import FP8
-from minirt.modeling.parameters import OF_ADDED, Interleaved, NormWeight, PackedLinear, Part, Values, stacked
+from minirt.modeling.parameters import OF_ADDED, Interleaved, NormWeight, PackedLinear, Part, Shard, Values, stacked
 from minirt.step.batch import Batch
 from minirt.step.kv_cache import LayerKV, PagesSpec
 
@@ -81,7 +82,25 @@ class Attention(Layer):
         return self.context.query_scales(self.settings.rope) if self.settings.rope else None
 
     def linear_ops(self) -> tuple[LinearOp, ...]:
-        return LinearOp(self.qkv), LinearOp(self.o, residual=self.post_norm is None and self.residual_multiplier == 1)
+        residual = self.post_norm is None and self.residual_multiplier == 1 and not self.sharded
+        return LinearOp(self.qkv), LinearOp(self.o, residual=residual)
+
+    def shard(self, shard: Shard) -> None:
+        """By heads: those of q, and the KV heads that they use."""
+        settings, d = self.settings, self.settings.head_dim
+        if settings.qk_norm == "weighted_all":
+            what, place = "a QK-norm over all heads cannot be divided among ranks", f"--tensor-parallel {shard.ranks}"
+            raise UnsupportedError(f"{self.name}: {what}", where=place, expected="no norm, or one of each head", found="OLMo 3's")
+        first, heads = shard.of(settings.num_heads, "attention heads", self.name)
+        of_kv = shard.of(settings.num_kv_heads, "KV heads", self.name, repeated=True)
+        q, kv = (first, heads, settings.num_heads), (*of_kv, settings.num_kv_heads)
+        self.qkv.shard_rows(q, *(kv,) * (1 if settings.v_is_k else 2), *(q,) * (settings.gate is not None))
+        self.o.shard_columns(shard.rank, *q)
+        if self.sinks is not None:
+            self.sinks.shard((first, heads))
+        self.settings = replace(settings, num_heads=heads, num_kv_heads=of_kv[1])
+        self.cache_spec, self.inner = PagesSpec(of_kv[1], d, settings.window), ("heads", heads * d)
+        self.sharded = True
 
     def reserve(self, max_splits: int) -> None:
         if self.implementation == "triton":
@@ -137,6 +156,7 @@ def eager(layer: Attention) -> Forward:
         y = reference.linear(a, o.weight, o.bias, o.scale)
         if batch.adapters is not None:
             batch.adapters.add(o, y, a)
+        y = layer.summed(y)
         y = y if post_norm is None else reference.rms_norm(y, post_norm.weight, post_norm_eps)
         return reference.add_residual(x, y, multiplier)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from minirt.device import compute_capability, interpreter_unsupported, interpreting, is_gpu, is_nvidia, triton_installed
 from minirt.errors import ConfigError, InputError, UnsupportedError
 from minirt.modeling.config import ModelConfig, RopeConfig
-from minirt.modeling.parameters import PackedLinear, Parameter
+from minirt.modeling.parameters import PackedLinear, Parameter, Shard
 from minirt.modeling.rope import query_scales, rope_table
 from minirt.step.batch import Batch
 from minirt.step.kv_cache import CacheSpec, LayerCache
@@ -38,6 +38,7 @@ class LayerContext:
     kernels' workspace, and the dtypes of activations and KV pages.
 
     `invariant`: whether a row's result must not depend on the other rows, and is set before layers are bound.
+    `reduction`: adds and gathers what the ranks of a model have computed (`minirt.parallel.reduction`); None: there is one rank.
     `undoable`: the largest number of new tokens of a sequence (1 + drafts) with which a step can be undone, to any of them. 0: no
     step can. It is set before layers' caches are allocated.
     """
@@ -47,6 +48,7 @@ class LayerContext:
     ) -> None:
         self.max_model_len, self.device, self.kv_dtype, self.dtype = max_model_len, device, kv_dtype, dtype
         self.undoable, self.invariant = 0, False
+        self.reduction: Any = None
         self._ropes: dict[tuple[RopeConfig, int], Tensor] = {}
         self._query_scales: dict[RopeConfig, Tensor] = {}
 
@@ -127,6 +129,7 @@ class Layer:
         kernel_tables: modules of `minirt.kernels` with the tables of its kernels beside those of linear layers and experts.
         inner: what the input of its last product is called, and how many channels it has; None: no name.
         hook: of that input (`minirt.hooks`); None: there is none.
+        sharded: whether this is one rank's share of the layer, so that its last product is to be added to those of the others.
         adaptable: attributes with linears to which its implementations apply a step's adapters (`minirt.adapters`).
     """
 
@@ -143,6 +146,7 @@ class Layer:
     ropes: Sequence[tuple[RopeConfig, int]] = ()
     inner: tuple[str, int] | None = None
     hook: Any = None
+    sharded: bool = False
 
     def __init__(self, config: ModelConfig, name: str = "") -> None:
         self.config, self.name = config, name or self.kind
@@ -186,6 +190,25 @@ class Layer:
     def row_maxima_tiles(self, rows: int) -> int:
         """Number of row maxima that the layer stores per row, for `rows` rows of logits: the width of `Batch.row_maxima`."""
         return 0
+
+    def shard(self, shard: Shard) -> None:
+        """Become a rank's share of this layer. Called once, with the formats of the weights and before they are allocated.
+
+        Raises:
+            UnsupportedError: the layer cannot be divided into these shares.
+        """
+        expected = "attention, MLP and MoE layers, as models have them"
+        what, place = f"layers of kind {self.kind!r} cannot be divided among ranks", f"--tensor-parallel {shard.ranks}"
+        raise UnsupportedError(f"{self.name}: {what}", where=place, expected=expected, found=self.kind)
+
+    def summed(self, partial: Tensor) -> Tensor:
+        """The sum of a product over all ranks; it may be the same tensor. Without ranks, as in plans, that of this one."""
+        return partial if self.context.reduction is None or not self.sharded else self.context.reduction.sum(partial)
+
+    def added(self, x: Tensor, partial: Tensor) -> Tensor:
+        """x + `summed`, in the place of the product."""
+        reduction = self.context.reduction if self.sharded else None
+        return torch.add(x, partial, out=partial) if reduction is None else reduction.add(x, partial, pdl=self.context.pdl)
 
     def share(self, shared: Parameter, parameter: Parameter) -> None:
         """Replace a parameter of this layer by `shared`, which has the same checkpoint tensors (a tied head)."""

@@ -8,7 +8,7 @@ from minirt.kernels import reference
 from minirt.kernels.speculative import reference as drafts
 from minirt.layers.base import Forward, Layer, LinearOp, register, triton_unsupported
 from minirt.modeling.config import ModelConfig
-from minirt.modeling.parameters import NormWeight, PackedLinear, Part
+from minirt.modeling.parameters import NormWeight, PackedLinear, Part, Shard
 from minirt.step.batch import Batch
 
 
@@ -35,6 +35,9 @@ class Embedding(Layer):
             # Random embeddings with values of about 4. With small ones, what layers add makes all tokens of a sequence nearly
             # equal after a few layers, and random routers send them to the same experts: benchmarks would read too few.
             self.table.random_gain = 4 * (2 * config.hidden_size) ** 0.5
+
+    def shard(self, shard: Shard) -> None:
+        """Nothing: each rank does the same."""
 
     def decode_read_bytes(self, dtype: torch.dtype) -> int:
         """0: a row for each token does not count."""

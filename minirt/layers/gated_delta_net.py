@@ -1,6 +1,7 @@
 """`GatedDeltaNet`: the residual layer of linear attention with a recurrent state (Yang et al. 2024), as in Qwen3.5."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from minirt.kernels.gated_delta import reference as gated_delta
 from minirt.kernels.gated_delta.operands import CHUNK, HEAD_DIMS, WIDTH
 from minirt.layers.base import Forward, Layer, LinearOp, register, triton_unsupported
 from minirt.modeling.config import ModelConfig
-from minirt.modeling.parameters import Interleaved, NormWeight, PackedLinear, Part, Values
+from minirt.modeling.parameters import Interleaved, NormWeight, PackedLinear, Part, Shard, Values, stacked
 from minirt.step.batch import Batch
 from minirt.step.kv_cache import LayerState, StateSpec
 
@@ -78,11 +79,31 @@ class GatedDeltaNet(Layer):
         """The matrices are read and written. Of the convolution's inputs, three rows are read and one is written."""
         return 8 * self.state_values + WIDTH * self.channels * self.context.dtype.itemsize
 
+    def shard(self, shard: Shard) -> None:
+        """By key heads, each with its value heads."""
+        heads, (qkv, *rest) = self.heads, self.in_proj.parts
+        first, count = shard.of(heads.num_k_heads, "key heads of gated DeltaNet", self.name)
+        share, values = (first, count, heads.num_k_heads), heads.num_v_heads * heads.head_v_dim
+        if not heads.grouped:
+            keys = Part(qkv.name, heads.num_k_heads * heads.head_k_dim)
+            self.in_proj.set_parts([*stacked(keys, keys, Part(qkv.name, values)), *rest])
+        for linear in (self.in_proj, self.in_proj_ba):
+            linear.shard_rows(share)
+        self.out_proj.shard_columns(shard.rank, *share)
+        parts = self.in_proj.parts[:3]  # the convolution has the channels of q, k and v
+        self.conv.shard(*((sum(p.whole or 0 for p in parts[:i]) + part.start, part.rows) for i, part in enumerate(parts)))
+        group = heads.num_v_heads // heads.num_k_heads
+        self.A_log.shard((first * group, count * group))
+        self.dt_bias.shard((first * group, count * group))
+        self.heads = replace(heads, num_k_heads=count, num_v_heads=count * group)
+        self.state_values, self.channels = self.out_proj.in_features * heads.head_k_dim, sum(part.rows for part in parts)
+        self.sharded = True
+
     def linear_ops(self) -> Sequence[LinearOp]:
+        out = LinearOp(self.out_proj, residual=not self.sharded)
         if self.in_proj.format is not None:
-            return LinearOp(self.in_proj), LinearOp(self.in_proj_ba), LinearOp(self.out_proj, residual=True)
-        joined = PackedLinear([*self.in_proj.parts, *self.in_proj_ba.parts], self.config.hidden_size)
-        return LinearOp(joined), LinearOp(self.out_proj, residual=True)
+            return LinearOp(self.in_proj), LinearOp(self.in_proj_ba), out
+        return LinearOp(PackedLinear([*self.in_proj.parts, *self.in_proj_ba.parts], self.config.hidden_size)), out
 
     @property
     def activation_values(self) -> int:
@@ -156,7 +177,7 @@ def eager(layer: GatedDeltaNet) -> Forward:
             batch.adapters.add(in_proj_ba, ba, h)
         y = gated_delta.gated_delta_net(qkvz, ba, layer.weights(), state, counts, lengths, batch.seq_slots.tolist(), snapshots)
         out = reference.linear(y, layer.out_proj.weight, scale=layer.out_proj.scale)
-        return x + (out if batch.adapters is None else batch.adapters.add(layer.out_proj, out, y))
+        return x + layer.summed(out if batch.adapters is None else batch.adapters.add(layer.out_proj, out, y))
 
     return forward
 
@@ -199,6 +220,9 @@ def triton(layer: GatedDeltaNet) -> Forward:
         )
         if batch.adapters is not None:
             batch.adapters.add(out_proj, x, y)
+        if layer.sharded:
+            out = norm_linear(y, None, 0.0, out_proj.weight, scale=out_proj.scale, workspace=workspace, pdl=pdl, check=False)
+            return layer.added(x, out)
         return linear_residual(y, out_proj.weight, x, scale=out_proj.scale, workspace=workspace, pdl=pdl, check=False)
 
     return forward

@@ -6,7 +6,7 @@ from torch import Tensor
 from minirt.kernels import reference
 from minirt.layers.base import Forward, Layer, LinearOp, register, triton_unsupported
 from minirt.modeling.config import ModelConfig
-from minirt.modeling.parameters import NormWeight, PackedLinear, Part, SomeRows
+from minirt.modeling.parameters import NormWeight, PackedLinear, Part, Shard, SomeRows
 from minirt.step.batch import Batch
 
 
@@ -34,11 +34,26 @@ class Head(Layer):
         part = Part(weight, config.vocab_size)
         self.lm_head = PackedLinear([part], config.hidden_size) if rows is None else SomeRows(part, config.hidden_size, rows)
 
+    def shard(self, shard: Shard) -> None:
+        """By ids, if their number can be divided and all have logits. Each rank gets the logits of all."""
+        vocab = self.config.vocab_size
+        if vocab % shard.ranks == 0 and not isinstance(self.lm_head, SomeRows):
+            self.lm_head.shard_rows((*shard.of(vocab, "ids", self.name), vocab))
+            self.sharded = True
+
+    def gathered(self, logits: Tensor, batch: Batch) -> Tensor:
+        """The logits of all ids. Without ranks, as in plans, nobody reads them."""
+        if not self.sharded:
+            return logits
+        if self.context.reduction is not None:
+            return self.context.reduction.gather(logits, batch.logits)
+        return logits.new_empty(len(logits), self.config.vocab_size) if batch.logits is None else batch.logits
+
     def linear_ops(self) -> tuple[LinearOp, ...]:
         return (LinearOp(self.lm_head, logits=True),)
 
     def row_maxima_tiles(self, rows: int) -> int:
-        if self.implementation != "triton":
+        if self.implementation != "triton" or self.sharded:
             return 0
         from minirt.kernels.linear.dispatch import row_maxima_tiles
 
@@ -46,7 +61,7 @@ class Head(Layer):
         return row_maxima_tiles(rows, lm_head.weight, self.norm.weight.dtype, lm_head.scale, self.context.workspace)
 
     def returns(self, x: Tensor, batch: Batch) -> tuple[tuple[int, ...], torch.dtype]:
-        return (x.shape[0], self.lm_head.out_features), torch.float32
+        return (x.shape[0], self.config.vocab_size if self.sharded else self.lm_head.out_features), torch.float32
 
 
 @register("head", "eager")
@@ -56,7 +71,8 @@ def eager(layer: Head) -> Forward:
 
     def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
         logits = reference.linear(reference.rms_norm(x, norm.weight, eps), lm_head.weight, scale=lm_head.scale).float()
-        return reference.cap_logits(logits, multiplier, softcap)
+        logits = reference.cap_logits(logits, multiplier, softcap)
+        return layer.gathered(logits, batch)
 
     return forward
 
@@ -70,9 +86,11 @@ def triton(layer: Head) -> Forward:
     multiplier, softcap, workspace, pdl = layer.multiplier, layer.softcap, layer.context.workspace, layer.context.pdl
 
     def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
-        return norm_linear(
-            x, norm.weight, eps, lm_head.weight, scale=lm_head.scale, out=batch.logits, workspace=workspace,
-            out_dtype=torch.float32, row_maxima=batch.row_maxima, multiplier=multiplier, softcap=softcap, pdl=pdl, check=False,
+        logits = norm_linear(
+            x, norm.weight, eps, lm_head.weight, scale=lm_head.scale, out=None if layer.sharded else batch.logits,
+            workspace=workspace, out_dtype=torch.float32, row_maxima=batch.row_maxima, multiplier=multiplier, softcap=softcap,
+            pdl=pdl, check=False,
         )  # fmt: skip
+        return layer.gathered(logits, batch)
 
     return forward

@@ -9,7 +9,7 @@ from torch import Tensor
 from minirt.kernels import reference
 from minirt.layers.base import Forward, Layer, LinearOp, checkpoint_names, register, triton_unsupported
 from minirt.modeling.config import ModelConfig
-from minirt.modeling.parameters import OF_ADDED, NormWeight, PackedLinear, Part, Values, stacked
+from minirt.modeling.parameters import OF_ADDED, NormWeight, PackedLinear, Part, Shard, Values, stacked
 from minirt.step.batch import Batch
 
 if TYPE_CHECKING:
@@ -50,8 +50,15 @@ class MLP(Layer):
         self.inner = "neurons", i
 
     def linear_ops(self) -> tuple[LinearOp, ...]:
-        residual = self.post_norm is None and self.residual_multiplier == 1 and self.factor is None
+        residual = self.post_norm is None and self.residual_multiplier == 1 and self.factor is None and not self.sharded
         return LinearOp(self.gate_up, gated=True), LinearOp(self.down, residual=residual)
+
+    def shard(self, shard: Shard) -> None:
+        width = self.down.in_features
+        share = shard.of(width, "neurons", self.name)
+        self.gate_up.shard_rows((*share, width))
+        self.down.shard_columns(shard.rank, *share, width)
+        self.inner, self.sharded = ("neurons", share[1]), True
 
 
 @register("mlp", "eager")
@@ -69,6 +76,7 @@ def eager(layer: MLP) -> Forward:
         y = reference.linear(h, down.weight, down.bias, down.scale)
         if batch.adapters is not None:
             batch.adapters.add(down, y, h)
+        y = layer.summed(y)
         y = y if post_norm is None else reference.rms_norm(y, post_norm.weight, post_norm_eps)
         x = reference.add_residual(x, y, layer.residual_multiplier)
         return x if factor is None else x * factor.weight
@@ -77,12 +85,17 @@ def eager(layer: MLP) -> Forward:
 
 
 def triton_add(layer: "MLP | Attention", x: Tensor, y: Tensor) -> Tensor:
-    """factor · (x + residual_multiplier · post_norm(y)) where the product y does not add to x itself. It writes to y."""
+    """factor · (x + residual_multiplier · post_norm(y)) where the product y does not add to x itself. It writes to y. Of shards,
+    y is summed first."""
     from minirt.kernels.linear.dispatch import triggers_early
     from minirt.kernels.norm import norm_residual, rms_norm
 
     post_norm, eps, pdl, values = layer.post_norm, layer.post_norm_eps, layer.context.pdl, getattr(layer, "factor", None)
     factor = None if values is None else values.weight
+    if layer.sharded and post_norm is None and layer.residual_multiplier == 1:
+        y = layer.added(x, y)
+        return y if factor is None else y.mul_(factor)
+    y = layer.summed(y)
     if post_norm is not None and layer.residual_multiplier == 1:
         early = triggers_early(x)
         return norm_residual(y, post_norm.weight, eps, x, out=y, factor=factor, early=early, pdl=pdl, check=False)

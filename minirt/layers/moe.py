@@ -13,7 +13,7 @@ from minirt.kernels import reference
 from minirt.kernels.reference import SharedExpert
 from minirt.layers.base import Forward, Layer, LinearOp, checkpoint_names, register, triton_unsupported
 from minirt.modeling.config import ModelConfig
-from minirt.modeling.parameters import OF_ADDED, NormWeight, PackedExperts, PackedLinear, Part, Values
+from minirt.modeling.parameters import OF_ADDED, NormWeight, PackedExperts, PackedLinear, Part, Shard, Values
 from minirt.step.batch import Batch
 
 if TYPE_CHECKING:
@@ -63,6 +63,18 @@ class MoE(Layer):
         """The norm of the router's input."""
         return self.norm
 
+    def shard(self, shard: Shard) -> None:
+        """By the channels within each expert. Every rank chooses the same experts."""
+        pairs: list[tuple[PackedLinear, PackedLinear]] = [(self.gate_up, self.down)]
+        if self.shared_gate_up is not None and self.shared_down is not None:
+            pairs.append((self.shared_gate_up, self.shared_down))
+        for gate_up, down in pairs:
+            width = down.in_features
+            share = shard.of(width, "neurons of an expert", self.name)
+            gate_up.shard_rows((*share, width))
+            down.shard_columns(shard.rank, *share, width)
+        self.sharded = True
+
     def linear_ops(self) -> Sequence[LinearOp]:
         experts = self.moe.num_experts, self.moe.experts_per_token
         ops = [LinearOp(self.router), LinearOp(self.gate_up, gated=True, experts=experts), LinearOp(self.down, experts=experts)]
@@ -103,7 +115,7 @@ def eager(layer: MoE) -> Forward:
         if shared is not None:
             joins_experts = reference.computes_shared(len(x), moe.experts_per_token, *stored, shared)
             y = y + reference.shared_expert(h, shared, activation, False if joins_experts else None)
-        return x + y
+        return x + layer.summed(y)
 
     return forward
 
@@ -154,11 +166,12 @@ def triton(layer: MoE) -> Forward:
         logits = router_logits(
             x, norm.weight, eps, router.weight, top_k, bias=router.bias, four_bits=four_bits, invariant=invariant, pdl=pdl
         )
-        return mixture_residual(
-            x, logits, gate_up, down, x, top_k, moe.normalize, activation, norm_weight=norm.weight, eps=eps,
-            gate_up_scale=gate_up_scale, down_scale=down_scale, gate_up_bias=gate_up_bias, down_bias=down_bias, limit=moe.limit,
-            alpha=moe.alpha, shared=shared, side=side, invariant=invariant, pdl=pdl, check=False,
+        y = mixture_residual(
+            x, logits, gate_up, down, None if layer.sharded else x, top_k, moe.normalize, activation, norm_weight=norm.weight,
+            eps=eps, gate_up_scale=gate_up_scale, down_scale=down_scale, gate_up_bias=gate_up_bias, down_bias=down_bias,
+            limit=moe.limit, alpha=moe.alpha, shared=shared, side=side, invariant=invariant, pdl=pdl, check=False,
         )  # fmt: skip
+        return layer.added(x, y) if layer.sharded else y
 
     return forward
 
@@ -200,6 +213,13 @@ class MLPAndMoE(MoE):
     def norm_of_router(self) -> Values:
         return self.router_norm
 
+    def shard(self, shard: Shard) -> None:
+        width = self.mlp_down.in_features
+        share = shard.of(width, "neurons", self.name)
+        super().shard(shard)
+        self.mlp_gate_up.shard_rows((*share, width))
+        self.mlp_down.shard_columns(shard.rank, *share, width)
+
     def linear_ops(self) -> Sequence[LinearOp]:
         return [*super().linear_ops(), LinearOp(self.mlp_gate_up, gated=True), LinearOp(self.mlp_down)]
 
@@ -215,11 +235,11 @@ def mlp_and_moe_eager(layer: MLPAndMoE) -> Forward:
 
     def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
         h = reference.gated(reference.linear(normalized(x, layer.mlp_norm), first.weight, scale=first.scale), activation)
-        dense = normalized(reference.linear(h, last.weight, scale=last.scale), layer.mlp_post)
+        dense = normalized(layer.summed(reference.linear(h, last.weight, scale=last.scale)), layer.mlp_post)
         logits = reference.linear(normalized(x, layer.router_norm), router.weight)
         weights, experts = reference.route(logits, moe.experts_per_token, moe.normalize, layer.factors.weight)
         h = normalized(x, layer.norm)
-        y = reference.mixture(h, weights, experts, gate_up, down, activation, gate_up_scale, down_scale)
+        y = layer.summed(reference.mixture(h, weights, experts, gate_up, down, activation, gate_up_scale, down_scale))
         y = reference.norm_residual(y, layer.experts_post.weight, eps, dense)
         return reference.norm_residual(y, layer.post_norm.weight, eps, x, layer.factor.weight)
 
@@ -228,10 +248,10 @@ def mlp_and_moe_eager(layer: MLPAndMoE) -> Forward:
 
 @register("mlp_and_moe", "triton", unsupported=triton_unsupported, capturable=True)
 def mlp_and_moe_triton(layer: MLPAndMoE) -> Forward:
-    """The MLP and its norm, in CUDA graphs beside norm · router · experts; then two norms with what they are added to."""
-    from minirt.kernels.linear.dispatch import norm_gate_up, norm_linear
+    """The MLP, in CUDA graphs beside norm · router · experts; then the norms after both and after their sum, and the residual."""
+    from minirt.kernels.linear.dispatch import norm_gate_up, norm_linear, triggers_early
     from minirt.kernels.moe.dispatch import mixture_residual, router_logits
-    from minirt.kernels.norm import norm_residual, rms_norm
+    from minirt.kernels.norm import Branch, norm_residual
 
     eps, activation, moe, pdl = layer.config.rms_norm_eps, layer.config.hidden_act, layer.moe, layer.context.pdl
     router, first, last, side = layer.router, layer.mlp_gate_up, layer.mlp_down, layer.context.side_stream
@@ -245,7 +265,6 @@ def mlp_and_moe_triton(layer: MLPAndMoE) -> Forward:
                 check=False,
             )  # fmt: skip
             dense = norm_linear(h, None, 0.0, last.weight, scale=last.scale, workspace=side.workspace, pdl=pdl, check=False)
-            rms_norm(dense, layer.mlp_post.weight, eps, out=dense, pdl=pdl, check=False)
         logits = router_logits(
             x, layer.router_norm.weight, eps, router.weight, moe.experts_per_token, four_bits=four_bits, pdl=pdl
         )
@@ -254,7 +273,12 @@ def mlp_and_moe_triton(layer: MLPAndMoE) -> Forward:
             eps=eps, gate_up_scale=gate_up_scale, down_scale=down_scale, factors=layer.factors.weight, pdl=pdl, check=False,
         )  # fmt: skip
         side.join()
-        norm_residual(y, layer.experts_post.weight, eps, dense, out=y, check=False)
-        return norm_residual(y, layer.post_norm.weight, eps, x, out=y, factor=layer.factor.weight, pdl=pdl, check=False)
+        if layer.sharded:
+            dense, y = layer.summed(dense), layer.summed(y)
+        branch = Branch(layer.experts_post.weight, dense, layer.mlp_post.weight)
+        return norm_residual(
+            y, layer.post_norm.weight, eps, x, out=y, factor=layer.factor.weight, branch=branch, early=triggers_early(x), pdl=pdl,
+            check=False,
+        )  # fmt: skip
 
     return forward

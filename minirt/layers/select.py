@@ -6,7 +6,7 @@ from torch import Tensor
 from minirt.kernels import reference
 from minirt.layers.base import Forward, Layer, register, triton_unsupported
 from minirt.modeling.config import ModelConfig
-from minirt.modeling.parameters import NormWeight
+from minirt.modeling.parameters import NormWeight, Shard
 from minirt.step.batch import Batch
 
 
@@ -15,6 +15,9 @@ class Select(Layer):
 
     kind = "select"
     residual, selects_rows = False, True
+
+    def shard(self, shard: Shard) -> None:
+        """Nothing: each rank does the same."""
 
     def returns(self, x: Tensor, batch: Batch) -> tuple[tuple[int, ...], torch.dtype]:
         return (batch.logits_indices.shape[0], x.shape[1]), x.dtype
@@ -56,6 +59,9 @@ class Tap(Layer):
         super().__init__(config, name)
         self.needs_every_row = every_row
         self.norm = NormWeight(norm, config.hidden_size, config.zero_centered_norms)
+
+    def shard(self, shard: Shard) -> None:
+        """Nothing: each rank does the same."""
 
     def decode_read_bytes(self, dtype: torch.dtype) -> int:
         """0: the head reads the same weight."""

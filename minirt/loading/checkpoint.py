@@ -346,7 +346,7 @@ def load(
     """
     wanted, unused, biases = match(model, entries, allow_unused)
     tied = [entries[n] for n in entries if n not in wanted and _tied_copy(model, n)]
-    work = [piece for name, (_, spec) in wanted.items() for piece in _pieces(entries[name], spec.pieces)]
+    work = [piece for name, of in wanted.items() for piece in _pieces(entries[name], of[1].pieces, _needed(*of))]
     total, done = sum(piece.nbytes for piece in work), 0
 
     def place(piece: _Piece, tensor: torch.Tensor) -> None:
@@ -384,16 +384,23 @@ def load(
     return total, unused
 
 
-def _pieces(entry: Entry, may_be_split: bool = False) -> Iterator[_Piece]:
-    """The tensor as a whole, or in pieces of at most PART_BYTES if its first dimension may be split."""
+def _needed(holders: Sequence[Parameter], spec: TensorSpec) -> tuple[int, int]:
+    """The range of a tensor's first dimension that its holders use."""
+    ranges = [holder.needed(spec) for holder in holders]
+    return min(first for first, _ in ranges), max(stop for _, stop in ranges)
+
+
+def _pieces(entry: Entry, may_be_split: bool = False, needed: tuple[int, int] | None = None) -> Iterator[_Piece]:
+    """The tensor as a whole, or in pieces of at most PART_BYTES if its first dimension may be split. `needed`: a range of it."""
     count, *rest = entry.shape or (1,)
-    if not may_be_split or entry.nbytes <= PART_BYTES:
+    begin, end = needed if needed is not None and may_be_split else (0, count)
+    if not may_be_split or (entry.nbytes <= PART_BYTES and (begin, end) == (0, count)):
         yield _Piece(entry, 0, entry.shape, entry.start, entry.nbytes)
         return
     size = entry.nbytes // count
     step = max(1, PART_BYTES // size)
-    for first in range(0, count, step):
-        rows = min(step, count - first)
+    for first in range(begin, end, step):
+        rows = min(step, end - first)
         yield _Piece(entry, first, (rows, *rest), entry.start + first * size, rows * size)
 
 
@@ -552,11 +559,11 @@ def _check_tied(model: Model, entry: Entry, tensor: torch.Tensor) -> None:
         raise CheckpointError(what, where=entry.place, hint="set tie_word_embeddings to false in config.json")
 
 
-def randomize(model: Model, seed: int = 0) -> None:
-    """Fill the model with random weights. They depend only on the seed and the device type."""
-    generator = torch.Generator(model.device).manual_seed(seed)
+def randomize(model: Model, seed: int = 0, rank: int = 0) -> None:
+    """Fill the model with random weights. They depend only on the seed, the device type and, of shards, the rank."""
+    generator, of_rank = (torch.Generator(model.device).manual_seed(seed + offset) for offset in (0, 1_000_003 * (1 + rank)))
     for parameter in model.parameters():
-        parameter.randomize(generator)
+        parameter.randomize(of_rank if parameter.sharded else generator)
 
 
 def some_names(names: Sequence[str], count: int = 4) -> str:

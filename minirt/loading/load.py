@@ -4,14 +4,14 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -32,7 +32,7 @@ from minirt.loading.stored_formats import StoredFormats, fuse_experts, stored_fo
 from minirt.modeling.config import DTYPES, Fields, ModelConfig, check_token_ids
 from minirt.modeling.formats import FP8, FormatChoice, Quantization
 from minirt.modeling.model import CANNOT, Model, in_order
-from minirt.modeling.parameters import SomeRows
+from minirt.modeling.parameters import Shard, SomeRows
 from minirt.modeling.quantization_config import QuantizationConfig, read_quantization
 from minirt.progress import LoadProgress
 from minirt.sizes import format_size
@@ -41,6 +41,9 @@ from minirt.speculative.options import SpeculativeOptions
 from minirt.text.tokenizer import Tokenizer, eos_token_ids
 from minirt.threads import set_threads
 from minirt.wording import warn, worded
+
+if TYPE_CHECKING:
+    from minirt.parallel.ranks import Ranks
 
 Way = tuple[str, dict[str, Any]]  # how to make a model fit, in words, and the load options that change
 # Values of a weight. An H200 reads this number of bytes in less than 1 µs; a kernel that rounds the input to FP8 takes 1.6 µs.
@@ -121,8 +124,9 @@ def _similar_presets(name: str) -> list[str]:
     return begun[:3] or [names[lower] for lower in get_close_matches(name.lower(), names, n=3, cutoff=0.75)]
 
 
-def build(options: LoadOptions, source: Source, entries: Entries | None, device: AnyDevice) -> Model:
-    """The model without weights: its layers, how the checkpoint stores their experts, and the formats of their linears."""
+def build(options: LoadOptions, source: Source, entries: Entries | None, device: AnyDevice, rank: int = 0) -> Model:
+    """The model without weights: its layers, how the checkpoint stores their experts, and the formats of their linears. With
+    `tensor_parallel`, the share of a rank."""
     length = options.max_model_len
     config = source.config.within(length if type(length) is int else source.config.context_len)  # `pick_length` checks it
     speculative, rows, draft = options.speculative, None, list[Layer]()
@@ -140,7 +144,7 @@ def build(options: LoadOptions, source: Source, entries: Entries | None, device:
         if any(formats.format_of(weights.modules, head=True, tied=tied) for weights in draft[-1].quantizable()):
             note = "drafts may have all ids, since the checkpoint stores a quantized head"  # some formats cannot be split by rows
             draft[-1], formats = models.build_with_drafts(config)[1][-1], replace(formats, notes=(*formats.notes, note))
-    model = Model(config, layers, formats, draft)
+    model = Model(config, layers, formats, draft, Shard(rank, options.tensor_parallel) if options.tensor_parallel > 1 else None)
     if drafts := options.draft_needs.max_drafts:  # states are larger, which plans count
         model.keep_undo(1 + drafts)
     model.batch_invariant = options.batch_invariant
@@ -256,9 +260,11 @@ def plan_model(options: LoadOptions, gpu: AbsentGPU | None = None) -> Model:
     return planned
 
 
-def _without_weights(options: LoadOptions, source: Source, entries: Entries | None, device: AnyDevice) -> tuple[Model, list[str]]:
+def _without_weights(
+    options: LoadOptions, source: Source, entries: Entries | None, device: AnyDevice, rank: int = 0
+) -> tuple[Model, list[str]]:  # fmt: skip
     """The model with its dtypes, compared with the headers of the checkpoint, and what `_match` returns."""
-    model = build(options, source, entries, device)
+    model = build(options, source, entries, device, rank)
     model.device = cast(torch.device, device)
     model.dtype = pick_dtype(options.dtype, source.config, model.device)
     model.kv_dtype = pick_kv_dtype(options.kv_cache_dtype, model.dtype)
@@ -489,15 +495,25 @@ class LoadedModel:
     unused_tensors: tuple[str, ...]
 
 
-def load(options: LoadOptions, progress: LoadProgress | None = None) -> LoadedModel:
+def load(options: LoadOptions, progress: LoadProgress | None = None, ranks: "Ranks | None" = None) -> LoadedModel:
     """Find a model, check that it fits, and load its weights.
 
     Args:
         progress: called with ("weights", bytes read, total bytes). With it, downloads draw bars on a terminal.
+        ranks: as a rank other than 0 sees them. None: with `tensor_parallel`, they are started.
     Raises:
         ModelNotFoundError, ConfigError, UnsupportedError, CheckpointError, TokenizerError, DeviceError, OutOfMemoryError.
     """
-    device = pick_device(options.device)
+    if options.tensor_parallel > 1 and ranks is None:
+        from minirt.parallel.ranks import Leader
+
+        ranks = Leader(options)
+    with nullcontext() if ranks is None else ranks:
+        return _load(options, progress, ranks)
+
+
+def _load(options: LoadOptions, progress: LoadProgress | None, ranks: "Ranks | None") -> LoadedModel:
+    device, rank = (pick_device(options.device), 0) if ranks is None else (ranks.device, ranks.shard.rank)
     set_threads(options.threads)
     _prepare_kernels(options, device)
     bars = progress is not None and sys.stderr.isatty()
@@ -508,7 +524,10 @@ def load(options: LoadOptions, progress: LoadProgress | None = None) -> LoadedMo
     if weights is not None:
         source, entries, settled = _settled(source, weights)
     config = source.config
-    model, notes = _without_weights(options, source, entries, device)
+    model, notes = _without_weights(options, source, entries, device, rank)
+    if ranks is not None:
+        model.ranks = ranks
+        ranks.prepare(model)
     tokenizer = Tokenizer.load(files.folder) if files else None
     check_vocabulary(tokenizer, config)
     if model.draft_model is not None and isinstance(options.speculative, SpeculativeOptions):
@@ -535,7 +554,7 @@ def load(options: LoadOptions, progress: LoadProgress | None = None) -> LoadedMo
         warn_of_base(adapter, options.model)
     with out_of_memory_while("loading the weights", device):
         if entries is None:
-            checkpoint.randomize(model, options.seed)
+            checkpoint.randomize(model, options.seed, rank)
         else:
             bytes_read, unused = checkpoint.load(
                 model, entries, allow_unused=options.layers is not None, check_weights=options.check_weights,

@@ -88,6 +88,12 @@ class LoadOptions(Settings):
     dtype: str = setting(
         "auto, bfloat16, float16 or float32.", "auto", scope="model", elsewhere={"transformers": "torch_dtype"},
         details="auto: on a GPU the checkpoint's dtype, on a CPU float32.")
+    tensor_parallel: int = setting(
+        "GPUs of this machine that compute the model together, from `device` on, each with a share of every layer.", 1,
+        check=Integer(1, 64, text="an integer from 1 to 64"), scope="model",
+        details="Their number must divide the heads, and the neurons of MLP layers and experts. Not with adapters per request, "
+        "`capture`, `edits`, `layers`, proposers or functions of your own, or `batch_invariant`. On a CPU, for tests: processes.",
+        elsewhere={"vLLM": "tensor_parallel_size", "SGLang": "tp_size", "TensorRT-LLM": "tp"})
     quantization: str | None = setting(
         "Quantize the weights of all linear layers while they are loaded, to FP8 or to 4 bits.",
         option="--quantize", kind=("fp8", "int4", "mxfp4"), elsewhere={"vLLM": "quantization"}, short={"--fp8": "fp8"},
@@ -220,6 +226,8 @@ class LoadOptions(Settings):
             what, hint = "adapters per request depend on other requests in their last bits", "use --merge"
             expected = "neither --lora nor --max-lora-rank beside it"
             raise UnsupportedError(what, where="--batch-invariant", expected=expected, hint=hint)
+        if self.tensor_parallel > 1:
+            self._check_alone()
         if self.state_cache_memory and not self.prefix_cache:
             what, expected = "there is no prefix cache to keep states for", "none with --no-prefix-cache"
             raise ConfigError(what, where="--state-cache-memory", expected=expected, found=self.state_cache_memory)
@@ -232,6 +240,14 @@ class LoadOptions(Settings):
                 with inside("speculative"):
                     self._set("speculative", SpeculativeOptions(**self.speculative))
             self.draft_needs  # noqa: B018  (checks `speculative`)
+
+    def _check_alone(self) -> None:
+        """Refuse what only a single process can do."""
+        names = "layers", "capture", "edits", "batch_invariant", "max_lora_rank"
+        used = [name for name in names if getattr(self, name)] + ["loras"] * bool(self.loras and not self.merge_lora)
+        if used:
+            what, hint = f"{self._place(used[0])} is not supported beside it", "use one GPU, or leave it out"
+            raise UnsupportedError(what, where="--tensor-parallel", expected=1, found=self.tensor_parallel, hint=hint)
 
     @classmethod
     def _place(cls, name: str) -> str:

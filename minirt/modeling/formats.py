@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minirt.device import compute_capability, interpreting, on_device, triton_installed
-from minirt.errors import CheckpointError, ConfigError
+from minirt.errors import CheckpointError, ConfigError, UnsupportedError
 from minirt.kernels import reference
 from minirt.kernels.reference import FP8_BLOCK, INT4_CHUNK, INT4_ZERO, MX_GROUP, pack_int4, pack_int4_scale, pack_mxfp4_scale
 from minirt.modeling.quantization_config import Scheme
@@ -46,6 +46,25 @@ class TensorSpec(NamedTuple):
     pieces: bool = False
 
 
+class Axis(NamedTuple):
+    """The dimension of a checkpoint tensor in which it has the rows or columns of a weight. An index stands for `group` of them,
+    and a rank's share begins and ends at a multiple of `unit`; 0: of `group`."""
+
+    dimension: int
+    group: int = 1
+    unit: int = 0
+
+    def narrow(self, source: Tensor, start: int, count: int, whole: int, name: str) -> Tensor:
+        """What a tensor of `whole` rows or columns has of `count`, from `start` on."""
+        if source.shape[self.dimension] == 1 < whole:  # a scale of all
+            return source
+        unit = self.unit or self.group
+        if start % unit or (count % unit and start + count < whole):
+            what, expected = f"a rank's {count} of {whole} rows or columns are not whole groups", f"a multiple of {unit}"
+            raise UnsupportedError(what, where=name, expected=expected, found=count, hint="use another --tensor-parallel")
+        return source.narrow(self.dimension, start // self.group, -(-count // self.group))
+
+
 class PackedTensors(NamedTuple):
     """What is kept of a packed linear: `weight` and `scale` of its format, and the numbers of rows of its parts."""
 
@@ -65,12 +84,14 @@ class LinearFormat(ABC):
         capability: the lowest compute capability of its kernels; infinity: no Triton kernel computes it.
         rounds_activations: whether steps of several tokens round activations to e4m3.
         chunk: weights that are quantized or repacked at a time.
+        whole_rows: whether the values of a row depend on all its columns, of which a shard may keep some.
     """
 
     name: ClassVar[str]
     capability: ClassVar[float] = 8.9
     rounds_activations: ClassVar[bool] = True
     chunk: ClassVar[int] = CHUNK
+    whole_rows: ClassVar[bool] = False
 
     def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
         """The checkpoint tensors of one part, its bias apart. `module`: the part's checkpoint prefix. The weight comes first. The
@@ -85,10 +106,9 @@ class LinearFormat(ABC):
         """How many rows of the weight share a row of the scale."""
         return 1
 
-    def dimension_of_rows(self, what: str) -> int | None:
-        """The dimension of a checkpoint tensor that the rows of the weight are in, alone or in groups; None: it has no rows.
-        `what`: the last component of its name."""
-        return 0
+    def axes(self, what: str) -> tuple[Axis | None, Axis | None]:
+        """Where a checkpoint tensor has the rows of the weight, and its columns. `what`: the last component of its name."""
+        return Axis(0), Axis(1)
 
     def load(self, what: str, source: Tensor, target: PackedTensors, place: slice, first: int = 0) -> None:
         """Copy a checkpoint tensor of one part into its rows. The default quantizes weights of 16 or 32 bits.
@@ -109,10 +129,17 @@ class LinearFormat(ABC):
         """Quantize `source` [n, K] into the rows `place` of the weight and `scales` of the scale, a pair of `chunks`."""
         weight[place] = self.quantize(source, scale[scales])
 
-    def store_rows(self, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], start: int) -> None:
-        """Quantize `source` [n, K], on any device, into the rows from `start` on, a chunk at a time."""
+    def store_rows(
+        self, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], start: int, columns: slice | None = None
+    ) -> None:  # fmt: skip
+        """Quantize `source` [n, K], on any device, into the rows from `start` on, a chunk at a time. `columns`: those of the
+        result that are kept; None: all."""
         for place, scales in self.chunks(start, start + source.shape[0], rows, source.shape[1]):
-            self.store(source[place.start - start : place.stop - start].to(weight.device), weight, scale, place, scales)
+            piece = source[place.start - start : place.stop - start].to(weight.device)
+            if columns is None:
+                self.store(piece, weight, scale, place, scales)
+            else:
+                weight[place] = self.quantize(piece, scale[scales])[:, columns]
 
     def chunks(self, first: int, stop: int, rows: Sequence[int], K: int) -> Iterator[tuple[slice, slice]]:
         """(rows of the weight, rows of the scale), in pieces of about `chunk` weights that cover the rows `first` to `stop`."""
@@ -142,6 +169,7 @@ class QuantizedToFp8(LinearFormat):
     """
 
     name = "fp8"
+    whole_rows = True
 
     def scale_shape(self, rows: Sequence[int], K: int) -> tuple[int, ...]:
         return (sum(rows),)
@@ -163,6 +191,9 @@ class QuantizedToFp8(LinearFormat):
 
 class _Stored(LinearFormat):
     """Values in the checkpoint as they are kept, with a scale that `place_scale` keeps."""
+
+    def axes(self, what: str) -> tuple[Axis | None, Axis | None]:
+        return Axis(0), Axis(1) if what == "weight" else None
 
     def load(self, what: str, source: Tensor, target: PackedTensors, place: slice, first: int = 0) -> None:
         if what == "weight":
@@ -186,6 +217,7 @@ class StoredFp8(_Stored, QuantizedToFp8):
         scale: the last component of the scale's name.
     """
 
+    whole_rows = False
     per_tensor: bool = False
     scale: str = "weight_scale"
 
@@ -212,6 +244,9 @@ class StoredFp8Blocks(_Stored):
     name = "fp8 128x128"
     scale: str = "weight_scale_inv"  # in spite of its name, it multiplies
 
+    def axes(self, what: str) -> tuple[Axis | None, Axis | None]:
+        return super().axes(what) if what == "weight" else (Axis(0, FP8_BLOCK), Axis(1, FP8_BLOCK))
+
     def group_rows(self, rows: Sequence[int]) -> int:
         return gcd(FP8_BLOCK, *set(rows[:-1]))  # also divides the sums of rows, where parts begin
 
@@ -226,8 +261,7 @@ class StoredFp8Blocks(_Stored):
     def place_scale(self, source: Tensor, scale: Tensor, rows: Sequence[int], place: slice) -> None:
         g = self.group_rows(rows)
         target = scale[place.start // g : -(-place.stop // g)]
-        table = source if source.ndim == 2 else source[:, 0, :, 0]
-        target.copy_(table.repeat_interleave(FP8_BLOCK // g, 0)[: target.shape[0]])
+        target.copy_(source.repeat_interleave(FP8_BLOCK // g, 0)[: target.shape[0]])
 
     def quantize(self, source: Tensor, scale_rows: Tensor) -> Tensor:
         values, scales = reference.quantize_fp8_blocks(source, scale_rows.shape[0])
@@ -246,6 +280,9 @@ class _Int4(LinearFormat):
     capability = 8.0
     rounds_activations = False
     group: int
+
+    def axes(self, what: str) -> tuple[Axis | None, Axis | None]:
+        return Axis(0), Axis(1, unit=self.group)
 
     def scale_shape(self, rows: Sequence[int], K: int) -> tuple[int, ...]:
         return -(-K // self.group), sum(rows)
@@ -283,6 +320,9 @@ class QuantizedToMxfp4(_Int4):
     chunk = CHUNK // 8  # needs 60 temporary bytes per weight
     group: int = INT4_CHUNK  # columns of a scale word, which has four scales
 
+    def axes(self, what: str) -> tuple[Axis | None, Axis | None]:
+        return Axis(0), Axis(1, unit=MX_GROUP)
+
     def allocate(self, rows: Sequence[int], K: int, device: torch.device) -> tuple[Tensor, Tensor]:
         words, scale = super().allocate(rows, K, device)
         return words, scale.view(torch.uint32)
@@ -312,8 +352,8 @@ class StoredMxfp4(QuantizedToMxfp4):
         if what == "blocks":
             pairs = source.flatten(1)
             target.weight[place] = pack_int4(torch.stack((pairs & 15, pairs >> 4), -1).flatten(1))
-        elif bad := int((source == 255).sum()):
-            raise CheckpointError(f"{bad} scales are NaN", expected="exponents from 0 to 254", found="255")
+        elif bad := int((source > reference.MX_LARGEST).sum()):
+            raise CheckpointError(f"{bad} scales above 2^63 or NaN", expected=f"bytes up to {reference.MX_LARGEST}", found="more")
         else:
             _copy_words(pack_mxfp4_scale(source), target.scale[:, place])
 
@@ -356,9 +396,14 @@ class StoredInt4(_Int4):
         if self.has_indices:
             yield TensorSpec(f"{module}.{layout.indices_name}", (K,), (INT32, INT64))
 
-    def dimension_of_rows(self, what: str) -> int | None:
-        layout = self.scheme.layout
-        return None if what in (layout.shape_name, layout.indices_name) else int(layout.transposed)
+    def axes(self, what: str) -> tuple[Axis | None, Axis | None]:
+        layout, group = self.scheme.layout, max(self.group, self.scheme.group or 0)
+        if what in (layout.shape_name, layout.indices_name):
+            return None, None
+        rows, columns = (8, group) if what == layout.zero_name else (1, group)
+        if what == layout.value_name:
+            rows, columns = (8, 1) if layout.by_rows else (1, 8)
+        return Axis(int(layout.transposed), rows), Axis(int(not layout.transposed), columns, group)
 
     def load(self, what: str, source: Tensor, target: PackedTensors, place: slice, first: int = 0) -> None:
         layout, rows = self.scheme.layout, place.stop - place.start

@@ -15,7 +15,7 @@ from minirt.layers import Layer, LayerContext, Select, implementation
 from minirt.layers.base import BUILT_IN, Implementation, has_implementation
 from minirt.modeling.config import ModelConfig, RopeConfig
 from minirt.modeling.formats import FormatChoice
-from minirt.modeling.parameters import Parameter
+from minirt.modeling.parameters import Parameter, Shard
 from minirt.modeling.plan import Plan, PlanRow, not_capturable, parse_impl
 from minirt.step.batch import Batch
 from minirt.step.kv_cache import CacheSpec, KVCache, LayerCache
@@ -31,18 +31,21 @@ class Model:
     last attention layer or `Tap` (the last layer with a `cache_spec`, or that needs every row) unless the list has one. `formats`
     sets the formats of the linear layers; if a tied head is quantized, its weights are a separate copy.
 
+    `shard`: the model is that rank's share of one that several GPUs compute together.
+
     `draft_layers`: those of a draft model, which continues from the hidden states of a `Tap` among `layers`. It is `draft_model`.
     This model's weights, cache specs and plan include those of the draft model, and weights that both have are shared.
     """
 
+    ranks: Any = None  # `minirt.parallel.ranks.Ranks`, of a shard; None: there is one rank
     adapters: Any = None  # `minirt.adapters.adapters.Adapters`; None: requests have none
 
     def __init__(
         self, config: ModelConfig, layers: Sequence[Layer], formats: FormatChoice | None = None,
-        draft_layers: Sequence[Layer] = (),
+        draft_layers: Sequence[Layer] = (), shard: Shard | None = None,
     ) -> None:  # fmt: skip
         self.config, self.layers, self.formats = config, in_order(config, layers), formats
-        self.draft_model = Model(config, draft_layers, formats) if draft_layers else None
+        self.draft_model = Model(config, draft_layers, formats, shard=shard) if draft_layers else None
         self._first_cache = 0  # of the cache specs of a draft model, among those of its target
         if self.draft_model is not None:
             self.draft_model._first_cache = sum(layer.cache_spec is not None for layer in self.layers)
@@ -51,6 +54,9 @@ class Model:
                 for weights in layer.quantizable():
                     head, tied = layer is self.layers[-1], config.tie_word_embeddings
                     weights.format = formats.format_of(weights.modules, head=head, tied=tied) or weights.format
+        if shard is not None:
+            for layer in {id(layer): layer for layer in self.layers}.values():
+                layer.shard(shard)
         seen: dict[tuple[Any, ...], Parameter] = {}
         for layer in self.unique_layers():
             for parameter in list(layer.parameters()):
@@ -133,6 +139,7 @@ class Model:
             parameter.allocate(device, dtype)
         shared = LayerContext(max_model_len, device, self.kv_dtype, dtype)
         shared.invariant = self.batch_invariant
+        shared.reduction = None if self.ranks is None else self.ranks.reduction
         for layer in self.unique_layers():
             layer.context = shared
         for rope, rotary_dim in self.ropes:
@@ -215,6 +222,10 @@ class Model:
 
         Layers after `Select` have another number of rows, so they are run separately.
         """
+        with nullcontext() if self.ranks is None else self.ranks.reduction.paused():
+            self._dry_run(batch, cache)
+
+    def _dry_run(self, batch: Batch, cache: KVCache) -> None:
         firsts: dict[tuple[Any, ...], tuple[Layer, LayerCache | None]] = {}
         selected = False
         for layer, kv in self._with_cache(cache):

@@ -15,8 +15,29 @@ import torch
 from torch import Tensor
 
 from minirt.errors import UnsupportedError
-from minirt.kernels.reference import WORDS
-from minirt.modeling.formats import LinearFormat, PackedTensors, StoredMxfp4, TensorSpec
+from minirt.kernels.reference import MX_GROUP, WORDS
+from minirt.modeling.formats import Axis, LinearFormat, PackedTensors, StoredMxfp4, TensorSpec
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rank's share of a model that `ranks` GPUs compute together (tensor parallelism)."""
+
+    rank: int
+    ranks: int
+
+    def of(self, count: int, what: str, where: str, *, repeated: bool = False) -> tuple[int, int]:
+        """(the first, how many) of `count` heads or channels. `repeated`: if there are fewer than ranks, several have the same.
+
+        Raises:
+            UnsupportedError: they cannot be divided evenly.
+        """
+        if count % self.ranks == 0:
+            return self.rank * count // self.ranks, count // self.ranks
+        if repeated and self.ranks % count == 0:
+            return self.rank * count // self.ranks, 1
+        text, hint = f"{count} {what} cannot be divided evenly among {self.ranks} ranks", "use another --tensor-parallel"
+        raise UnsupportedError(text, where=where, expected=f"a divisor of {count}", found=self.ranks, hint=hint)
 
 
 @dataclass(frozen=True)
@@ -48,17 +69,20 @@ class Part:
     """One linear layer of the checkpoint inside a packed one: its name prefix (`….q_proj`) and its number of rows.
 
     `of`: the checkpoint's linear of that name holds others too, and this is one of them; None: it is this one. Several parts of a
-    packed linear may be of one linear.
+    packed linear may be of one linear. `start`, `whole`: of a shard, the first of its rows, and how many there are of all ranks.
     """
 
     name: str
     rows: int
     of: Interleaved | None = None
+    start: int = 0
+    whole: int | None = None
 
     @property
     def stored_rows(self) -> int:
         """Rows of the checkpoint's linear."""
-        return self.rows if self.of is None else self.rows // self.of.blocks[self.of.index] * sum(self.of.blocks)
+        rows = self.whole or self.rows
+        return rows if self.of is None else rows // self.of.blocks[self.of.index] * sum(self.of.blocks)
 
 
 def stacked(*parts: Part) -> list[Part]:
@@ -79,12 +103,14 @@ class Parameter(ABC):
         format: the quantized format of the weights; None: the model's dtype.
         quantizable: whether `format` may be set, before `allocate`.
         modules: checkpoint prefixes of the linears that a checkpoint may store in a quantized format.
+        sharded: whether each rank has other values.
         fused_tensor: name of a tensor that holds all these weights in some checkpoints; None: no checkpoint has one.
     """
 
     format: LinearFormat | None = None
     quantizable = False
     modules: tuple[str, ...] = ()
+    sharded = False
     fused_tensor: str | None = None
 
     def fuse(self) -> None:
@@ -120,9 +146,13 @@ class Parameter(ABC):
         used again after the call, so the copy must have ended by then: no view of `source`, and no `non_blocking` copy.
         """
 
+    def needed(self, spec: TensorSpec) -> tuple[int, int]:
+        """The range of a tensor's first dimension that `load` uses, if the spec has `pieces`."""
+        return 0, spec.shape[0]
+
     @abstractmethod
     def randomize(self, generator: torch.Generator) -> None:
-        """Fill with random values that keep activations in range."""
+        """Fill with random values that keep activations in range. `generator`: the same on all ranks unless it is `sharded`."""
 
 
 class PackedLinear(Parameter):
@@ -135,19 +165,43 @@ class PackedLinear(Parameter):
 
     adapters: Any = None
     random_gain = 1.0  # factor of random weights
+    adds_bias = True  # of shards by columns, whose results are summed, that of the first rank
 
     def __init__(self, parts: Sequence[Part], in_features: int, bias: bool = False, quantizable: bool = True) -> None:
-        self.parts = tuple(parts)
-        self.rows = tuple(part.rows for part in self.parts)
+        self.set_parts(parts)
         self.modules = tuple(dict.fromkeys(part.name for part in self.parts))
-        self._places: dict[str, list[tuple[Part, slice]]] = {name: [] for name in self.modules}
-        for part, stop in zip(self.parts, accumulate(self.rows), strict=True):
-            self._places[part.name].append((part, slice(stop - part.rows, stop)))
-        self.in_features, self.out_features = in_features, sum(self.rows)
+        self.in_features = self.stored_columns = in_features
+        self.first_column = 0
         self.has_bias, self.quantizable = bias, quantizable
         self.weight: Tensor = torch.empty(0)
         self.scale: Tensor | None = None
         self.bias: Tensor | None = None
+
+    def set_parts(self, parts: Sequence[Part]) -> None:
+        """Have these parts, of the same linears. Before `allocate`."""
+        self.parts = tuple(parts)
+        self.rows = tuple(part.rows for part in self.parts)
+        self.out_features = sum(self.rows)
+        self._places: dict[str, list[tuple[Part, slice]]] = {part.name: [] for part in self.parts}
+        for part, stop in zip(self.parts, accumulate(self.rows), strict=True):
+            self._places[part.name].append((part, slice(stop - part.rows, stop)))
+
+    def shard_rows(self, *shares: tuple[int, int, int]) -> None:
+        """Keep some rows of each part: (the first, how many) of so many equal groups, such as heads. There are as many as parts,
+        or as part names that repeat. Before `allocate`, with the format."""
+        cut = list[Part]()
+        for i, part in enumerate(self.parts):
+            first, count, groups = shares[i % len(shares)]
+            size = part.rows // groups
+            cut.append(replace(part, rows=count * size, start=first * size, whole=part.rows))
+        self.set_parts(cut)
+        self.sharded = True
+
+    def shard_columns(self, rank: int, first: int, count: int, groups: int) -> None:
+        """Keep some columns: `count` of so many equal groups. The results of all ranks are to be added."""
+        size = self.in_features // groups
+        self.first_column, self.in_features = first * size, count * size
+        self.adds_bias, self.sharded = rank == 0, True
 
     @property
     def num_parameters(self) -> int:
@@ -171,8 +225,13 @@ class PackedLinear(Parameter):
 
     def _tensors(self, name: str, rows: int) -> Iterator[TensorSpec]:
         if self.format is not None:
-            return self.format.tensors(name, rows, self.in_features)
-        return iter((TensorSpec(f"{name}.weight", (rows, self.in_features), pieces=True),))
+            return self.format.tensors(name, rows, self.stored_columns)
+        return iter((TensorSpec(f"{name}.weight", (rows, self.stored_columns), pieces=True),))
+
+    def needed(self, spec: TensorSpec) -> tuple[int, int]:
+        (part, _), *others = self._places[spec.name.rpartition(".")[0]]
+        alone = part.of is None and part.whole is not None and not others
+        return (part.start, part.start + part.rows) if alone else (0, spec.shape[0])
 
     def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
         if self.format is None:
@@ -183,27 +242,45 @@ class PackedLinear(Parameter):
 
     def load(self, name: str, source: Tensor, first: int = 0) -> None:
         prefix, _, what = name.rpartition(".")
-        dimension = self.format.dimension_of_rows(what) if self.format and what != "bias" else 0
+        rows, columns = (Axis(0), Axis(1)) if self.format is None or what == "bias" else self.format.axes(what)
+        source = source if source.ndim < 4 else source[:, 0, :, 0]  # some checkpoints' scales of blocks
         for part, place in self._places[prefix]:
-            stored, of = part.stored_rows, part.of
-            taken = source if of is None or dimension is None else of.take(source, stored, dimension, name)
+            taken, begin = source, first
+            if rows is not None and part.of is not None:
+                taken = part.of.take(source, part.stored_rows, rows.dimension, name)
+            if rows is not None and part.whole is not None and taken.numel() > 1:
+                begin = max(part.start, first)
+                count = min(part.start + part.rows, first + taken.shape[rows.dimension] * rows.group) - begin
+                if count <= 0:
+                    continue
+                taken, begin = rows.narrow(taken, begin - first, count, part.whole - first, name), begin - part.start
+            if columns is not None and what != "bias" and not (self.format and self.format.whole_rows):
+                taken = self._columns(taken, columns, name)
             if what == "bias" and self.bias is not None:
-                self.bias[place].copy_(taken)
-            elif self.format is None or self.scale is None:
-                self._load_rows(taken, place.start + first)
+                self.bias[place].copy_(taken).mul_(self.adds_bias)
+            elif self.format is None or self.scale is None or self.format.whole_rows:
+                self._load_rows(taken, place.start + begin)
             else:
-                self.format.load(what, taken, PackedTensors(self.weight, self.scale, self.rows), place, first)
+                self.format.load(what, taken, PackedTensors(self.weight, self.scale, self.rows), place, begin)
+
+    def _columns(self, source: Tensor, axis: Axis, name: str) -> Tensor:
+        if self.in_features == self.stored_columns:
+            return source
+        return axis.narrow(source, self.first_column, self.in_features, self.stored_columns, name)
 
     def _load_rows(self, source: Tensor, start: int) -> None:
-        """Copy or quantize 16- or 32-bit weights [n, K] into the rows from `start` on."""
+        """Copy or quantize 16- or 32-bit weights [n, K] into the rows from `start` on. If the format has `whole_rows`, K is that
+        of all ranks."""
         if self.format is None or self.scale is None:
             self.weight[start : start + source.shape[0]].copy_(source)
-        else:
-            self.format.store_rows(source, self.weight, self.scale, self.rows, start)
+            return
+        kept = slice(self.first_column, self.first_column + self.in_features)
+        columns = kept if source.shape[1] > self.in_features else None
+        self.format.store_rows(source, self.weight, self.scale, self.rows, start, columns)
 
     def randomize(self, generator: torch.Generator) -> None:
         """Normal weights of variance 0.5 / K, so that activations keep their scale through many layers."""
-        deviation = self.random_gain * (0.5 / self.in_features) ** 0.5
+        deviation = self.random_gain * (0.5 / self.stored_columns) ** 0.5
         if self.format is None or self.scale is None:
             self.weight.normal_(0.0, deviation, generator=generator)
         else:
@@ -212,7 +289,7 @@ class PackedLinear(Parameter):
                 values.normal_(0.0, deviation, generator=generator)
                 self.format.store(values, self.weight, self.scale, rows, scales)
         if self.bias is not None:
-            self.bias.normal_(0.0, 0.1, generator=generator)
+            self.bias.normal_(0.0, 0.1, generator=generator).mul_(self.adds_bias)
 
 
 class SomeRows(PackedLinear):
@@ -285,17 +362,28 @@ class PackedExperts(PackedLinear):
     def compile_key(self) -> tuple[Hashable, ...]:
         return *super().compile_key(), self.num_experts
 
+    def needed(self, spec: TensorSpec) -> tuple[int, int]:
+        return (0, spec.shape[0]) if self.fused or self.has_bias else super().needed(spec)
+
+    def _of_rank(self, rows: Tensor, name: str, group: int = 1) -> Tensor:
+        """[n, parts, rows, K / group] of all ranks → [n · parts · rows, K / group] of this one."""
+        rows = rows.narrow(2, self.parts[0].start, self.parts[0].rows)
+        if rows.ndim > 3 and not (self.format and self.format.whole_rows):
+            unit = self.format.axes("weight")[1] if self.format else None
+            rows = self._columns(rows, Axis(3, group, group if unit is None else unit.unit), name)
+        return rows.flatten(0, 2)
+
     def expected(self) -> Iterator[TensorSpec]:
+        N, K = sum(part.stored_rows for part in self.parts[: self.parts_in_turn]), self.stored_columns
         if self.has_bias:
-            (name,), E, N, K = self.modules, self.num_experts, self.out_features // self.num_experts, self.in_features
+            (name,), E = self.modules, self.num_experts
             if isinstance(self.format, StoredMxfp4):
                 yield from self.format.of_experts(name, E, N, K)
             else:
                 yield TensorSpec(name, (E, K, N), pieces=True)
             yield TensorSpec(f"{name}_bias", (E, N))
         elif self.fused and self.fused_tensor is not None:
-            shape = self.num_experts, self.out_features // self.num_experts, self.in_features
-            yield TensorSpec(self.fused_tensor, shape, pieces=True)
+            yield TensorSpec(self.fused_tensor, (self.num_experts, N, K), pieces=True)
         else:
             yield from super().expected()
 
@@ -303,17 +391,18 @@ class PackedExperts(PackedLinear):
         if self.has_bias:
             what = name.removeprefix(self.modules[0])
             rows = (source if what else source.transpose(1, 2)).to(self.weight.device)
-            rows = rows.unflatten(1, (-1, self.parts_in_turn)).transpose(1, 2).flatten(0, 2)
+            rows = self._of_rank(rows.unflatten(1, (-1, self.parts_in_turn)).transpose(1, 2), name, MX_GROUP if what else 1)
             start = first * (self.out_features // self.num_experts)
             if what == "_bias" and self.bias is not None:
-                self.bias.copy_(rows)
+                self.bias.copy_(rows).mul_(self.adds_bias)
             elif what and self.format is not None and self.scale is not None:
                 tensors = PackedTensors(self.weight, self.scale, self.rows)
                 self.format.load(what.removeprefix("_"), rows, tensors, slice(start, start + len(rows)))
             else:
                 self._load_rows(rows, start)
         elif self.fused:
-            self._load_rows(source.flatten(0, 1), first * source.shape[1])
+            start = first * (self.out_features // self.num_experts)
+            self._load_rows(self._of_rank(source.unflatten(1, (self.parts_in_turn, -1)), name), start)
         else:
             super().load(name, source, first)
 
@@ -323,7 +412,13 @@ class Values(Parameter):
 
     def __init__(self, name: str, shape: tuple[int, ...], spread: tuple[float, float], dtype: torch.dtype | None = None) -> None:
         self.tensor, self.shape, self.spread, self.dtype = name, shape, spread, dtype
+        self.stored_shape, self._kept = shape, list[slice]()
         self.weight: Tensor = torch.empty(0)
+
+    def shard(self, *kept: tuple[int, int]) -> None:
+        """Keep some ranges of the first dimension, (the first, how many) each."""
+        self._kept, self.sharded = [slice(start, start + count) for start, count in kept], True
+        self.shape = sum(count for _, count in kept), *self.stored_shape[1:]
 
     @property
     def num_parameters(self) -> int:
@@ -336,13 +431,13 @@ class Values(Parameter):
         return self.shape, self.dtype
 
     def expected(self) -> Iterator[TensorSpec]:
-        yield TensorSpec(self.tensor, self.shape)
+        yield TensorSpec(self.tensor, self.stored_shape)
 
     def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
         self.weight = torch.empty(self.shape, device=device, dtype=self.dtype or dtype)
 
     def load(self, name: str, source: Tensor, first: int = 0) -> None:
-        self.weight.copy_(source)
+        self.weight.copy_(torch.cat([source[rows] for rows in self._kept]) if self._kept else source)
 
     def randomize(self, generator: torch.Generator) -> None:
         self.weight.uniform_(*self.spread, generator=generator)

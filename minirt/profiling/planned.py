@@ -10,7 +10,7 @@ from minirt.engine.schedule.scheduler import PromptChunk, ScheduledPrompt, Sched
 from minirt.engine.schedule.windows import Windows
 from minirt.engine.state.sequence import Sequence
 from minirt.engine.state.slots import HostSlots
-from minirt.errors import ContextLengthError, EngineError, InputError
+from minirt.errors import ContextLengthError, EngineError, InputError, UnsupportedError
 from minirt.sampling_params import SamplingParams, resolve
 from minirt.step.plan import PlannedSequences, StepPlan
 
@@ -38,7 +38,10 @@ def planned_step(
     Raises:
         InputError, ContextLengthError: not a step of this engine; the cache has no room for that many tokens.
         EngineError: requests are open.
+        UnsupportedError: several ranks run the steps.
     """
+    if engine.ranks is not None:
+        raise UnsupportedError("single steps of several GPUs are not measured", where=where, hint="load the model on one GPU")
     if engine.has_work:
         raise EngineError("requests are open", where=where, hint="wait until they have ended")
     if not 1 <= batch_size <= engine.limits.max_num_seqs or not 1 <= context_len <= engine.max_len:

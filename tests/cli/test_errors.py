@@ -36,8 +36,8 @@ def test_an_abbreviated_command_is_suggested(run):
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    ("serve --tensor-parallel-size 2", "'--tensor-parallel-size' (not supported: minirt uses one GPU)"),
-    ("serve -tp 2 m", "no such option '-tp' (not supported"), ("serve --enable-lora", "not needed: --lora NAME=FOLDER"),
+    ("serve --tensor-parallel-size 2", "vLLM's name; here --tensor-parallel)"),
+    ("serve -pp 2 m", "no such option '-pp' (not supported"), ("serve --enable-lora", "not needed: --lora NAME=FOLDER"),
     ("serve --trust-remote-code", "not needed: minirt never runs code"), ("generate -ngl=99 x", "no such option '-ngl'"),
     ("generate --load-format dummy", "vLLM's name; here --random-weights"), ("generate --quantization fp8", "here --quantize)"),
     ("generate --max-new-tokens 3", "transformers' name; here --max-tokens)"), ("generate --temp 0", "here --temperature)"),

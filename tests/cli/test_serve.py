@@ -62,7 +62,7 @@ def test_a_file_of_options(call, tmp_path):
     ("model: {a: 1}", ["model"]), ("port: 1\nport: 2", ["port", "twice"]), ("api-key: [[a]]", ["api-key"]),
     ("served_model_name: a\nserved-model-name: b", ["served-model-name", "another name"]), ("port: true", ["port"]),
     ("fp8-head: true\nno-fp8-head: true", ["no-fp8-head", "another name"]), ("host: no", ["host"]),
-    ("api-key: [null]", ["api-key"]), ("tensor-parallel-size: 2", ["no such option", "minirt uses one GPU"]),
+    ("api-key: [null]", ["api-key"]), ("tensor-parallel-size: 2", ["no such option", "here --tensor-parallel"]),
     ("quantization: fp8", ["vLLM's name; here --quantize"]),
 ])  # fmt: skip
 def test_files_of_options_that_are_wrong(call, tmp_path, text, words):

@@ -35,7 +35,8 @@ def test_eps_matters_for_tiny_values_and_zero_rows(make, agrees):
 
 @pytest.mark.parametrize("case", kernel.CASES, ids=str)
 def test_norm_residual(case, dtype, make, nan, agrees):
-    """Catches a residual that is normalized, multiplied by the weight, or of another row; a result rounded as if it were 0."""
+    """Catches a residual that is normalized, multiplied by the weight, or of another row; a result rounded as if it were 0;
+    the norms of two branches mixed up."""
     T, H = case["T"], case["H"]
     y, residual, weight = make(T, H, dtype=dtype, scale=3.0), make(T, H, dtype=dtype, scale=5.0), make(H, dtype=dtype)
     out = kernel.norm_residual(y, weight, 1e-5, residual, nan(T, H, dtype=dtype))
@@ -47,6 +48,12 @@ def test_norm_residual(case, dtype, make, nan, agrees):
     factor = make(1, dtype=dtype)
     out = kernel.norm_residual(y, weight, 1e-5, residual, nan(T, H, dtype=dtype), factor=factor)
     agrees(out, reference.norm_residual(y, weight, 1e-5, residual, factor), exact * factor.double())
+    branch = kernel.Branch(make(H, dtype=dtype), make(T, H, dtype=dtype, scale=0.3), make(H, dtype=dtype))
+    out = kernel.norm_residual(y.clone(), weight, 1e-5, residual, nan(T, H, dtype=dtype), factor=factor, branch=branch)
+    inner = reference.norm_residual(y, branch.weight, 1e-5, reference.rms_norm(branch.other, branch.other_weight, 1e-5))
+    exact = truth(y, branch.weight, 1e-5) + truth(branch.other, branch.other_weight, 1e-5)
+    exact = (residual.double() + truth(exact, weight, 1e-5)) * factor.double()
+    agrees(out, reference.norm_residual(inner, weight, 1e-5, residual, factor), exact)
     assert kernel.norm_residual(y[:0], weight, 1e-5, residual[:0]).shape == (0, H)
     raises("residual: wrong shape", kernel.norm_residual, y, weight, 1e-5, residual[:, :-1].contiguous())
     with pytest.raises(InputError, match="y: not contiguous"):

@@ -22,8 +22,9 @@ CORE = (
     "models",
 )  # fmt: skip
 ROOMS = (
-    *CORE, "kernels", "minirt/adapters", "minirt/hooks", "minirt/precompile", "minirt/profiling", "minirt/server", "minirt/text",
-    "minirt/structured", "minirt/cli", "minirt/nn", "minirt/patching", "bench", "models/recipe", "examples", "tests",
+    *CORE, "kernels", "minirt/adapters", "minirt/hooks", "minirt/parallel", "minirt/precompile", "minirt/profiling",
+    "minirt/server", "minirt/text", "minirt/structured", "minirt/cli", "minirt/nn", "minirt/patching", "bench", "models/recipe",
+    "examples", "tests",
 )  # fmt: skip
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 

@@ -79,6 +79,11 @@ class CudaGraphs:
         # The stream for captures. PyTorch's default capture stream belongs to the device that captured first.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
+    def clear(self) -> None:
+        """Drop all graphs."""
+        self._graphs.clear()
+        self._guards.clear()
+
     def __contains__(self, key: Hashable) -> bool:
         return key in self._graphs
 

@@ -95,6 +95,10 @@ class Sampler:
         """The host's buffer for the masks of `count` draws, [count, ceil(V / 32)] int32, to be written before `draw`."""
         return self._masks.next_host()[:count]
 
+    def written_masks(self, count: int) -> np.ndarray:
+        """What was written to `masks`."""
+        return self._masks.written()[:count]
+
     def fill_slots(self, rules: Sequence[SlotRules]) -> None:
         """Write what the device keeps for the rules of admitted sequences. The host knows all their tokens.
 

@@ -58,6 +58,10 @@ class CpuGpuBuffer:
         self.next_host()
         return self._arrays[self._turn]
 
+    def written(self) -> np.ndarray:
+        """The host buffer that `next_host` has returned last."""
+        return self._arrays[self._turn]
+
     def send(self, count: int | None = None) -> None:
         """Queue the copy of the last buffer returned by `next_host` to the device: its first `count` rows, or all rows."""
         self.copy(count)

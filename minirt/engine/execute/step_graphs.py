@@ -55,6 +55,11 @@ class StepGraphs:
         self.capture(bucket)
         return bucket
 
+    def clear(self) -> None:
+        """Drop all CUDA graphs. No step can run any more."""
+        if self.captured is not None:
+            self.captured.clear()
+
     def replay(self, bucket: Bucket) -> Batch:
         """Queue the CUDA graph of a step, whose message was sent."""
         if self.captured is not None:

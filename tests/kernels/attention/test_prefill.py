@@ -181,6 +181,7 @@ HOPPER_CASES = [  # a tile of 128 rows has 128 queries, or 18, or 8; a block of 
     {"Nq": 3, "Nkv": 1, "D": 128, "page_size": 128, "lens": (3, 1, 37, 400), "contexts": (0, 16, 70, 517)},
     {"Nq": 16, "Nkv": 1, "D": 128, "page_size": 256, "lens": (130, 500), "contexts": (5, 250)},
     {"Nq": 4, "Nkv": 4, "D": 64, "page_size": 32, "lens": (300, 1, 1500), "contexts": (0, 300, 1)},
+    {"Nq": 16, "Nkv": 2, "D": 512, "page_size": 64, "lens": (40, 1, 16), "contexts": (30, 64, 112)},
 ]
 
 

@@ -238,10 +238,11 @@ def test_infinite_channels_that_are_not_rotated(make, device):
     assert torch.equal(pages[0, 0, 0, 32:], heads[0, 96:128])
 
 
-@pytest.mark.parametrize(("D", "gate", "sinks"), [(256, False, False), (256, True, False), (64, False, True)])
+@pytest.mark.parametrize(("D", "gate", "sinks"), [(256, False, False), (256, True, False), (64, False, True), (512, True, True)])
 @pytest.mark.skipif("not torch.cuda.is_available() and 'MINIRT_EMULATE' not in __import__('os').environ", reason="needs Hopper")
 def test_prompts_on_hopper(D, gate, sinks, half_dtype, make, cache, nan, agrees, device):
-    """Catches blocks of half as many tokens taken for whole ones, a gate in another layout than the sums, a sink of another head.
+    """Catches blocks of half as many tokens taken for whole ones, a gate in another layout than the sums or of another piece's
+    channels, a sink of another head.
 
     Pages are smaller and larger than a block, and the last block is not full.
     """

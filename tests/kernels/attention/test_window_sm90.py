@@ -34,6 +34,7 @@ PROMPTS = [
     {"window": 64, "Nq": 1, "Nkv": 1, "D": 256, "page_size": 64, "lens": (200, 1), "contexts": (126, 64)},
     {"window": 100, "Nq": 7, "Nkv": 1, "D": 64, "page_size": 128, "lens": (17, 60), "contexts": (400, 100)},
     {"window": 300, "Nq": 1, "Nkv": 1, "D": 128, "page_size": 64, "lens": (130, 20), "contexts": (640, 299)},  # all masks
+    {"window": 100, "Nq": 8, "Nkv": 2, "D": 512, "page_size": 16, "lens": (40, 3), "contexts": (150, 30)},
 ]
 
 

@@ -13,14 +13,14 @@ from minirt.kernels import quantize as quantization
 from minirt.kernels import reference
 from minirt.kernels.launch import Gpu
 from minirt.kernels.linear.product import Norm, ProductFacts
-from minirt.kernels.moe import experts_sm90, few_tokens, few_tokens_int4, products, products_int4
+from minirt.kernels.moe import experts_int4_sm90, experts_sm90, few_tokens, few_tokens_int4, products, products_int4
 from minirt.kernels.moe.dispatch import REGIMES, ROUTER, regime
 from minirt.kernels.moe.mixture import Mixture
 from minirt.kernels.moe.route import last_tokens, token_regime
 from minirt.kernels.moe.router import router_logits  # in parts
 
 FORMATS = ("fp16", "fp32", "fp8", "fp8_fp32", "fp8_blocks", "fp8_blocks_fp32", "int4", "int4_fp32")
-FEW, FEW_INT4, HOPPER, INT4, TILES = REGIMES
+FEW, FEW_INT4, HOPPER, HOPPER_INT4, INT4, TILES = REGIMES
 E, K, INTER, TOP_K = 5, 72, 48, 2
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
@@ -59,22 +59,23 @@ def test_a_kernel_accepts_what_is_within_its_limits_and_nothing_else(stored):
 def test_each_mixture_has_a_kernel(stored, capability, monkeypatch):
     """Also few tokens whose logits are in parts, which the kernels of few tokens do not take."""
     monkeypatch.setattr("minirt.kernels.moe.dispatch.capability", lambda device: capability)
-    hopper = capability == 90 and stored in HOPPER.limits.formats
+    hopper = next((one for one in (HOPPER, HOPPER_INT4) if capability == 90 and stored in one.limits.formats), None)
     rest, few, most = (INT4, FEW_INT4, few_tokens_int4.MOST) if "int4" in stored else (TILES, FEW, few_tokens.MOST)
     many = most + 1
     for T in range(1, many):
         assert regime(mixture(T, stored)) is few
         assert not few.accepts(mixture(T, stored, parts=True))
-    assert regime(mixture(2, stored, parts=True)) is (HOPPER if hopper else rest)
-    assert regime(mixture(many, stored)) is (HOPPER if hopper else rest)
+    assert regime(mixture(2, stored, parts=True)) is (hopper or rest)
+    assert regime(mixture(many, stored)) is (hopper or rest)
     assert regime(mixture(many, stored, shift=3)) is rest
 
 
-@pytest.mark.parametrize("family", [experts_sm90.FAMILY, products.FAMILY, products_int4.FAMILY], ids=lambda family: family.name)
-def test_no_configuration_of_tiles_changes_the_order_with_the_tokens(family):
+@pytest.mark.parametrize("kernels", [experts_sm90, experts_int4_sm90, products, products_int4], ids=lambda one: one.FAMILY.name)
+def test_no_configuration_of_tiles_changes_the_order_with_the_tokens(kernels):
     """The step in K, of which the order follows, is no field or depends on no number of tokens. K is not split."""
+    family = kernels.FAMILY
     assert not {"split", "splits"} & {field.name for field in fields(family.config)}
-    for one in (HOPPER, INT4, TILES):
+    for one in (HOPPER, HOPPER_INT4, INT4, TILES):
         assert (one.sums.splits, one.sums.by_tokens) == (False, False)
     for itemsize in (1, 2, 4):
         for gated in (False, True):

@@ -1,0 +1,1 @@
+"""Tensor parallelism: several processes, a GPU each, compute one model."""

@@ -1,0 +1,45 @@
+"""`RankRunner`: a `Runner` whose steps run on all ranks."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from minirt.engine.execute.runner import Forward, Runner, StartedStep
+from minirt.step.plan import StepPlan
+
+
+class _Watched(NamedTuple):
+    """The end of a step, for which the ranks' time limit holds."""
+
+    event: Any
+    ranks: Any
+
+    def synchronize(self) -> None:
+        with self.ranks.waiting():
+            self.event.synchronize()
+
+
+class RankRunner(Runner):
+    """Tells the other ranks each part of a step before it does that part."""
+
+    def start(self, plan: StepPlan) -> StartedStep:
+        with self._ranks.step("start", plan):
+            return self._watched(super().start(plan))
+
+    def forward(self, plan: StepPlan) -> Forward:
+        with self._ranks.step("forward", plan):
+            return super().forward(plan)
+
+    def draw(self, forward: Forward, process: Callable[[Tensor], Tensor] | None = None) -> StartedStep:
+        masked, draws = forward.plan.sampling.masked, forward.plan.sequences.total_draws
+        with self._ranks.step("draw", self.sampler.written_masks(draws) if masked else None):
+            return self._watched(super().draw(forward, process))
+
+    @property
+    def _ranks(self) -> Any:
+        return self.model.ranks  # type: ignore[attr-defined]  # it is a `Model` with ranks
+
+    def _watched(self, step: StartedStep) -> StartedStep:
+        ended: Any = None if step.ended is None else _Watched(step.ended, self._ranks)
+        return step._replace(ended=ended)

@@ -1,0 +1,146 @@
+"""Ranks as processes: the engine of rank 0 with all that requests can ask for, and ranks that fail."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+from support import model_cases
+from support.tiny import add_tokenizer
+
+from minirt import Generator, LoadOptions, SamplingParams
+from minirt.errors import InputError, MinirtError, RankFailedError, UnsupportedError
+from minirt.outputs import Samples
+from minirt.parallel import ranks
+from minirt.parallel.ranks import plain_options
+
+OPTIONS = {"device": "cpu", "max_model_len": 128, "max_num_seqs": 8, "kv_cache_memory": 1 << 20}
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    model_cases.make("smollm3", folder, intermediate_size=96, vocab_size=212)
+    return add_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def pair(folder):
+    with Generator.from_pretrained(folder, tensor_parallel=2, **OPTIONS) as generator:
+        yield generator
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    with Generator.from_pretrained(folder, **OPTIONS) as generator:
+        yield generator
+
+
+def followers(generator):
+    return [psutil.Process(process.pid) for process in generator.model.ranks._processes]
+
+
+@pytest.mark.parametrize("params", [
+    SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True),
+    SamplingParams(max_tokens=9, temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=5, ignore_eos=True),
+    SamplingParams(max_tokens=9, temperature=0.0, repetition_penalty=1.3, presence_penalty=0.4, logit_bias={7: 3.0, 9: -2.0}),
+    SamplingParams(max_tokens=9, temperature=0.0, min_tokens=4, bad_words=["the"], logprobs=3, prompt_logprobs=2),
+    SamplingParams(max_tokens=9, temperature=0.7, seed=1, n=3),
+    SamplingParams(max_tokens=24, temperature=0.0, structured_outputs={"regex": "[ab]{3}c+d"}),
+], ids=["greedy", "sampled", "penalties", "lists", "several", "grammar"])  # fmt: skip
+def test_requests_give_the_same_as_on_one_rank(params, pair, alone):
+    """Catches a plan whose values do not arrive, masks of another step, and ranks that draw different tokens: their next sums
+    would be wrong."""
+    for prompts in ("the quick brown", "dogs"), ("the quick brown", "the quick brown fox jumps over" * 3, "x"):
+        of_pair, expected = (generator.generate(list(prompts), params) for generator in (pair, alone))
+        assert tokens(of_pair) == tokens(expected)
+
+
+def tokens(results):
+    return [[one.token_ids for one in result] if isinstance(result, Samples) else result.token_ids for result in results]
+
+
+def test_the_logits_are_those_of_one_rank(pair, alone):
+    """Catches ids of another rank."""
+    tokens = list(range(3, 60))
+    assert (pair.logits(tokens) - alone.logits(tokens)).abs().max() < 1e-4
+
+
+def test_aborts_preemption_and_many_requests(pair, alone):
+    """Catches a rank that is left at another step after requests that end early, wait for pages, or are aborted."""
+    prompts = [[3 + i % 200, 5, 7 + i % 13] * (1 + i % 9) for i in range(24)]
+    streams = [pair.stream(prompt, GREEDY) for prompt in prompts[:5]]
+    for stream in streams:
+        next(stream)
+        stream.close()
+    of_pair, expected = (tokens(generator.generate(prompts, GREEDY)) for generator in (pair, alone))
+    assert of_pair == expected
+
+
+def test_what_other_ranks_cannot_have_is_refused(pair, folder):
+    """Catches functions that change the logits of one rank only, and settings that are dropped on the way."""
+    def change(logits, tokens):
+        return logits
+
+    with pytest.raises(UnsupportedError, match="not supported beside --tensor-parallel"):
+        pair.generate([3, 4], SamplingParams(logits_processors=[change]))
+    for options in {"edits": {"layers.0": change}}, {"layers": change}, {"capture": ["layers.0"]}, {"batch_invariant": True}:
+        with pytest.raises(UnsupportedError, match="not supported beside it"):
+            LoadOptions(model=folder, tensor_parallel=2, **options)
+    with pytest.raises(InputError, match="an integer from 1 to 64"):
+        LoadOptions(tensor_parallel=0)
+    options = LoadOptions(model=folder, tensor_parallel=2, speculative="ngram:3", kv_cache_memory="4MiB", loras=[])
+    again = LoadOptions(**plain_options(options))
+    assert plain_options(again) == plain_options(options)
+    assert again.speculative == options.speculative
+    with pytest.raises(UnsupportedError, match="does not reach the other ranks"):
+        plain_options(LoadOptions(speculative=_Proposer()))
+
+
+class _Proposer:
+    max_drafts, needs_history, capturable = 2, False, False
+
+    def propose(self, *arguments):
+        pass
+
+
+@pytest.mark.parametrize(("how", "words"), [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "has not answered")])
+def test_a_rank_that_ends_or_stops_ends_the_engine(how, words, folder, monkeypatch):
+    """Catches a caller that waits for ever, and processes that are left."""
+    monkeypatch.setattr(ranks, "SILENT_SECONDS", 2.0)
+    generator = Generator.from_pretrained(folder, tensor_parallel=2, speculative="ngram:2", **OPTIONS)
+    (process,) = followers(generator)
+    threading.Timer(0.3, process.send_signal, [how]).start()
+    began = time.monotonic()
+    with pytest.raises(RankFailedError, match=words):
+        generator.generate([[3, 4, 5]] * 4000, GREEDY)
+    assert time.monotonic() - began < 10
+    with pytest.raises(RankFailedError, match=words):
+        generator.generate([3, 4], GREEDY)
+    generator.close()
+    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def test_the_other_ranks_end_with_the_first(folder, tmp_path):
+    """Catches processes that outlive a caller that was killed."""
+    script = (
+        "import sys; from minirt import Generator\n"
+        f"g = Generator.from_pretrained({str(folder)!r}, tensor_parallel=2, device='cpu')\n"
+        "print(g.model.ranks._processes[0].pid, flush=True); sys.stdin.read()"
+    )  # fmt: skip
+    first = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    other = psutil.Process(int(first.stdout.readline()))
+    first.kill()
+    first.communicate()
+    other.wait(10)
+
+
+def test_an_error_of_another_rank_is_the_error_of_the_caller(folder, monkeypatch):
+    """Catches a start that hangs, or says nothing, if another rank cannot load its share."""
+    monkeypatch.setattr(ranks, "plain_options", lambda options: plain_options(options) | {"max_model_len": 1 << 20})
+    with pytest.raises(MinirtError, match=r"rank 1.*outside the model's context"):
+        Generator.from_pretrained(folder, tensor_parallel=2, **OPTIONS)

@@ -1,0 +1,163 @@
+"""Models in shares: the ranks are threads here, each with its share, and exchange through gloo as processes do.
+
+The reference is the same model in one piece, which other tests compare with transformers.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from support import hybrids, model_cases, mtp, quantized, quantized_int4
+
+from minirt import Generator, LoadOptions, SamplingParams
+from minirt.errors import UnsupportedError
+from minirt.loading.load import load, plan_load, plan_model
+from minirt.modeling.parameters import Shard
+from minirt.parallel.ranks import Ranks
+
+PROMPTS = [[3, 5, 7, 9, 11, 200] * 7, [4, 8], [100, 20, 30, 41, 52, 63]]
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+EVEN = {"intermediate_size": 96}
+
+
+def computed(folder, options, prompts, this=None):
+    """Tokens and logits of one rank, which has the whole engine here, and its share's bytes."""
+    settings = LoadOptions(
+        model=folder, device="cpu", max_model_len=128, kv_cache_memory=1 << 24,
+        tensor_parallel=1 if this is None else this.shard.ranks, **options,
+    )  # fmt: skip
+    with Generator._of_rank(settings, this) as generator:
+        tokens = [completion.token_ids for completion in generator.generate(prompts, GREEDY)]
+        return tokens, generator.logits(prompts[0]), generator.plan.weight_bytes
+
+
+def check(folder, count, prompts=PROMPTS, **options):
+    """All ranks give the tokens of one, and the logits up to rounding, the same bits on each rank."""
+    whole, expected, nbytes = computed(folder, options, prompts)
+    with TemporaryDirectory() as meeting, ThreadPoolExecutor(count) as pool:
+        def rank(number):
+            return computed(folder, options, prompts, Ranks(Shard(number, count), torch.device("cpu"), meeting))
+
+        ranks = list(pool.map(rank, range(count)))
+    for tokens, logits, share in ranks:
+        assert tokens == whole
+        assert torch.equal(logits, ranks[0][1])
+        assert (logits - expected).abs().max() < 1e-4
+        assert share < nbytes
+
+
+ARCHITECTURES = [
+    ("smollm3, listed", 4, EVEN), ("ministral3", 2, EVEN), ("phi3", 2, EVEN), ("seed_oss", 4, EVEN), ("granite, tied", 2, EVEN),
+    ("exaone4", 2, EVEN), ("gpt_oss", 2, {}), ("gpt_oss, listed", 4, {}), ("qwen3_5_moe", 2, {}), ("qwen3_next", 2, {}),
+    ("qwen3_5_moe, 3 to 1", 2, {}), ("hunyuan", 2, EVEN), ("qwen2_moe with windows", 2, EVEN),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "count", "changes"), ARCHITECTURES, ids=[f"{case[0]}, {case[1]}" for case in ARCHITECTURES])
+def test_architectures(case, count, changes, tmp_path):
+    """Catches a head, neuron, expert row, bias, sink or id at another rank's place, a bias that every rank adds, a norm before
+    the sum, KV heads that do not follow their queries, and ranks whose bits differ. (212 ids can be divided, 211 cannot.)"""
+    changes = changes | ({"vocab_size": 212} if count == 4 else {})
+    (hybrids if case in hybrids.CASES else model_cases).make(case, tmp_path, **changes)
+    check(tmp_path, count)
+
+
+@pytest.mark.parametrize("case", ["muse_glimmer", "gemma4 with experts"])
+def test_models_with_a_vision_encoder(case, tmp_path):
+    """Catches a gate at other heads, and norms after a part of the sum in layers of an MLP beside experts."""
+    model_cases.make(case, tmp_path, text_config=model_cases.CASES[case][2]["text_config"] | EVEN)
+    check(tmp_path, 2)
+
+
+def test_fused_experts(tmp_path):
+    """Catches rows of `gate_up_proj` taken for those of one half."""
+    hybrids.make("qwen3_5_moe", tmp_path, fused=True)
+    check(tmp_path, 2)
+
+
+SIZES = {
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 64, "vocab_size": 212,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def large(hf_folder):
+    """A model whose shares have whole blocks and groups."""
+    return hf_folder("Llama", **SIZES)
+
+
+@pytest.mark.parametrize("style", ["fp8 block", "modelopt block", "compressed-tensors channel", "modelopt"])
+def test_fp8_checkpoints(style, large, tmp_path):
+    """Catches scales of other rows or blocks than those of the share. The activations of a single
+    token are not rounded, as those of several are, with a scale of each share."""
+    quantized.write(large, tmp_path / "q", style)
+    check(tmp_path / "q", 2, [[5]])
+
+
+@pytest.mark.parametrize("style", [*quantized_int4.STYLES][:6])
+def test_int4_checkpoints(style, large, tmp_path):
+    """Catches words, scales and zero points of other rows or groups, in each layout."""
+    quantized_int4.write(large, tmp_path / "q", style)
+    check(tmp_path / "q", 2)
+
+
+@pytest.mark.parametrize("format", ["fp8", "int4", "mxfp4"])
+def test_quantization_while_loading(format, large):
+    """Catches a share that is quantized by itself: the scale of a row of FP8 is that of all its columns."""
+    check(large, 2, [[5]] if format == "fp8" else PROMPTS, quantization=format)
+
+
+def test_drafts(tmp_path):
+    """Catches a draft model whose share is the whole, or that proposes from a part of the logits."""
+    mtp.make(tmp_path, intermediate_size=96)
+    check(tmp_path, 2, speculative={"method": "mtp", "num_speculative_tokens": 2, "adaptive": False})
+
+
+@pytest.mark.parametrize(("case", "count", "changes", "words"), [
+    ("smollm3", 3, {}, "4 attention heads cannot be divided evenly among 3 ranks"),
+    ("smollm3", 2, {}, "97 neurons cannot be divided evenly"),
+    ("olmo3", 2, EVEN, "a QK-norm over all heads cannot be divided"),
+    ("qwen3_5_moe", 4, {}, "2 key heads of gated DeltaNet cannot be divided evenly"),
+])  # fmt: skip
+def test_uneven_shares_are_refused(case, count, changes, words, tmp_path):
+    """Catches shares that leave heads or neurons out."""
+    (hybrids if case in hybrids.CASES else model_cases).make(case, tmp_path, **changes)
+    with pytest.raises(UnsupportedError, match=words):
+        plan_model(LoadOptions(model=tmp_path, device="cpu", tensor_parallel=count))
+
+
+def test_a_cut_within_a_group_is_refused(large, tmp_path):
+    """Catches scales of blocks of 128 columns for a share of 64."""
+    quantized.write(large, tmp_path / "q", "fp8 block")
+    with pytest.raises(UnsupportedError, match="not whole groups"), TemporaryDirectory() as meeting:
+        Generator._of_rank(LoadOptions(model=tmp_path / "q", device="cpu", tensor_parallel=8), _Alone(Shard(0, 8), meeting))
+
+
+class _Alone(Ranks):
+    """A rank without others, as far as loading goes."""
+
+    def __init__(self, shard, folder):
+        self.shard, self.device, self.reduction = shard, torch.device("cpu"), None
+
+    def prepare(self, model):
+        pass
+
+
+def test_the_plan_needs_no_gpus(large):
+    """Catches a plan of a share that counts whole weights or KV heads."""
+    (_, one), (model, two) = (plan_load(LoadOptions(model=large, device="cpu", tensor_parallel=n)) for n in (1, 2))
+    assert two.page * 2 == one.page
+    assert one.weights / 2 < two.weights < 0.6 * one.weights
+    assert model.plan.weight_bytes == two.weights
+
+
+def test_random_weights(large):
+    """Catches ranks with the same random shares, whose sums would be too large, or with different norms and embeddings."""
+    models = []
+    for rank in range(2):
+        options = LoadOptions(model=large, device="cpu", tensor_parallel=2, random_weights=True)
+        models.append(load(options, None, _Alone(Shard(rank, 2), "")).model)
+    for first, second in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(first.weight, second.weight) != first.sharded, next(first.expected())
