@@ -25,7 +25,7 @@ BUDGET = {
     "minirt/speculative": 296,
     "models": 832,  # Granite, Phi, Seed-OSS, Hunyuan, OLMo 3, EXAONE 4, Muse-Glimmer, gpt-oss, Gemma 4
     "models/recipe": 816,  # an adapter's training
-    "kernels": 14_089,  # one order of sums, hybrids too; windows; launchers by thread; adapters; heads of 512; sums over GPUs
+    "kernels": 14_112,  # one order of sums, hybrids too; windows; launchers by thread; adapters; heads of 512; sums over GPUs
     "minirt/hooks": 375,  # hidden states and logits, edits, logits processors
     "minirt/profiling": 251,  # of `bench`: `Generator.profile`; bytes of windows; ranks refused
     "minirt/precompile": 41,  # `minirt compile`

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from minirt.kernels.gated_delta.chunk import keep_inputs
-from minirt.kernels.gated_delta.constants import Constants, convolve, gates, unit
-from minirt.kernels.gated_delta.decode import store_output, token
+from minirt.kernels.gated_delta.constants import WIDTH, Constants, convolve, gated_norm, gates, silu, unit
+from minirt.kernels.gated_delta.decode import token
 from minirt.kernels.gated_delta.operands import CHUNK, GatedDeltaInput
 from minirt.kernels.launch import launch_options
 from minirt.kernels.pdl import wait_for_input
@@ -39,26 +39,58 @@ def _keep(x_ptr, x_stride, conv_ptr, slot, h, start, count, C):
         keep_inputs(x_ptr, x_stride, ring_ptr, C.KEYS + q_channels, start, count, C)
 
 
+@triton.jit
+def _taps(weight_ptr, channels):
+    """The weights of the convolution, the oldest input's first."""
+    taps = ()
+    for j in tl.static_range(WIDTH):
+        taps += (tl.load(weight_ptr + channels * WIDTH + j).to(tl.float32),)
+    return taps
+
+
+@triton.jit
+def _older(ring_ptr, channels, start, live, C):
+    """The three inputs before `start`, the oldest first, in fp32."""
+    inputs = ()
+    for j in tl.static_range(WIDTH - 1):
+        before = start - (WIDTH - 1 - j)
+        at = ring_ptr + (before + C.RING) % C.RING * C.CHANNELS + channels
+        inputs += (tl.load(at, mask=channels < tl.where(live & (before >= 0), C.CHANNELS, 0), other=0.0).to(tl.float32),)
+    return inputs
+
+
+@triton.jit
+def _convolved(older, x, taps):
+    """SiLU of the convolution, as `convolve`, and the inputs before the next token."""
+    y = older[0] * taps[0] + older[1] * taps[1] + older[2] * taps[2] + x * taps[3]
+    return silu(y), (older[1], older[2], x)
+
+
 @prepared
 @triton.jit(do_not_specialize=["x_stride", "ba_stride"])
 def _delta_tokens_kernel(x_ptr, ba_ptr, weights, state, sequences, out_ptr, x_stride, ba_stride, C, PDL: tl.constexpr):
     """One value head of one sequence. If steps can be undone (see `operands`), tokens of earlier steps are folded first."""
     b, h = tl.program_id(0) // C.HV, tl.program_id(0) % C.HV
     row, count, start, slot = _sequence(sequences, b)
+    dk, dv = tl.arange(0, C.DK), tl.arange(0, C.DV)
+    at = (h * C.DK + dk[:, None]) * C.DV + dv[None, :]
+    slot = tl.maximum(slot, 0)
+    S_ptrs = state.recurrent + slot * C.HV * C.DK * C.DV + at
+    ring_ptr = state.conv + slot * C.RING * C.CHANNELS
+    q_channels = h // C.GROUP * C.DK + dk
+    k_channels, v_channels = C.KEYS + q_channels, 2 * C.KEYS + h * C.DV + dv
+    # The state and older inputs are those of the step before, so they are read while the projections run.
+    S = tl.load(S_ptrs, mask=dk[:, None] < tl.where((count > 0) & (start > 0), C.DK, 0), other=0.0)
+    qs, ks = _older(ring_ptr, q_channels, start, count > 0, C), _older(ring_ptr, k_channels, start, count > 0, C)
+    vs = _older(ring_ptr, v_channels, start, count > 0, C)
+    q_taps, k_taps, v_taps = _taps(weights.conv, q_channels), _taps(weights.conv, k_channels), _taps(weights.conv, v_channels)
+    A_log, dt_bias = tl.load(weights.A_log + h), tl.load(weights.dt_bias + h)
+    norm = tl.load(weights.norm + dv).to(tl.float32)
     if PDL:
         wait_for_input(False)
     if count > 0:
         x_ptr += row.to(tl.int64) * x_stride
         ba_ptr += row.to(tl.int64) * ba_stride + h
-        dk, dv = tl.arange(0, C.DK), tl.arange(0, C.DV)
-        at = (h * C.DK + dk[:, None]) * C.DV + dv[None, :]
-        S_ptrs = state.recurrent + slot * C.HV * C.DK * C.DV + at
-        S = tl.load(S_ptrs, mask=dk[:, None] < tl.where(start > 0, C.DK, 0), other=0.0)
-        A_log, dt_bias = tl.load(weights.A_log + h), tl.load(weights.dt_bias + h)
-        norm = tl.load(weights.norm + dv).to(tl.float32)
-        ring_ptr = state.conv + slot * C.RING * C.CHANNELS
-        q_channels = h // C.GROUP * C.DK + dk
-        k_channels, v_channels = C.KEYS + q_channels, 2 * C.KEYS + h * C.DV + dv
         if C.DRAFTS > 0:
             gates_ptr = state.gates + slot * C.RING * 2 * C.HV + h
             folded_ptr = state.folded + slot * C.HV + h
@@ -69,21 +101,22 @@ def _delta_tokens_kernel(x_ptr, ba_ptr, weights, state, sequences, out_ptr, x_st
                 S, _ = token(S, k, k, v, tl.load(gate), tl.load(gate + C.HV), 1.0)
             tl.store(S_ptrs, S)
             tl.store(folded_ptr, start)
-        x_row = x_ptr
+        x_row, out_ptrs = x_ptr, out_ptr + row.to(tl.int64) * C.VALUES + h * C.DV + dv
         for t in range(count):
-            p = start + t
-            q = unit(convolve(x_ptr, x_stride, ring_ptr, weights.conv, q_channels, p + 0 * dk, start, dk >= 0, C), 0)
-            k = unit(convolve(x_ptr, x_stride, ring_ptr, weights.conv, k_channels, p + 0 * dk, start, dk >= 0, C), 0)
-            v = convolve(x_ptr, x_stride, ring_ptr, weights.conv, v_channels, p + 0 * dv, start, dv >= 0, C)
+            raw_q, raw_k = tl.load(x_row + q_channels).to(tl.float32), tl.load(x_row + k_channels).to(tl.float32)
+            raw_v, z = tl.load(x_row + v_channels).to(tl.float32), tl.load(x_row + C.CHANNELS + h * C.DV + dv).to(tl.float32)
             g, beta = gates(tl.load(ba_ptr), tl.load(ba_ptr + C.HV), A_log, dt_bias)
-            S, o = token(S, q, k, v, g, beta, C.DK**-0.5)
-            head = h * C.DV + dv
-            out_ptrs = out_ptr + (row + t).to(tl.int64) * C.VALUES + head
-            store_output(o, x_row + C.CHANNELS + head, norm, weights.eps, out_ptrs, C.DV)
+            q, qs = _convolved(qs, raw_q, q_taps)
+            k, ks = _convolved(ks, raw_k, k_taps)
+            v, vs = _convolved(vs, raw_v, v_taps)
+            S, o = token(S, unit(q, 0), unit(k, 0), v, g, beta, C.DK**-0.5)
+            y = gated_norm(o, z, norm, weights.eps, 0, C.DV)
+            tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty))
             x_row += x_stride
             ba_ptr += ba_stride
+            out_ptrs += C.VALUES
             if C.DRAFTS > 0:
-                gate = gates_ptr + p % C.RING * 2 * C.HV
+                gate = gates_ptr + (start + t) % C.RING * 2 * C.HV
                 tl.store(gate, g)
                 tl.store(gate + C.HV, beta)
             if sequences.snapshots is not None:
