@@ -25,7 +25,7 @@ BUDGET = {
     "minirt/speculative": 296,
     "models": 832,  # Granite, Phi, Seed-OSS, Hunyuan, OLMo 3, EXAONE 4, Muse-Glimmer, gpt-oss, Gemma 4
     "models/recipe": 816,  # an adapter's training
-    "kernels": 13_981,  # one order of sums, of experts too; windows; launchers by thread; adapters; heads of 512; sums over GPUs
+    "kernels": 13_985,  # one order of sums, of experts too; windows; launchers by thread; adapters; heads of 512; sums over GPUs
     "minirt/hooks": 375,  # hidden states and logits, edits, logits processors
     "minirt/profiling": 251,  # of `bench`: `Generator.profile`; bytes of windows; ranks refused
     "minirt/precompile": 41,  # `minirt compile`
@@ -39,7 +39,7 @@ BUDGET = {
     "examples": 249,  # logit lens, linear probe, steering vector, a profile, a bad layer
     "tests": 42_148,  # windows against transformers, eight families; addressed messages; adapters; MXFP4, gpt-oss, Gemma 4; ranks
     "minirt/adapters": 486,  # LoRA: files, merging, places on the device, rows
-    "minirt/parallel": 566,  # several GPUs: processes, messages, sums
+    "minirt/parallel": 567,  # several GPUs: processes, messages, sums
 }
 
 
