@@ -30,7 +30,7 @@ def _gather_maxima_kernel(maxima_ptr, out_ptr, box, P, first, RANKS: tl.constexp
     use = (1 - (calls // 2) % 2).to(tl.int64) << 31  # mailboxes begin with 0 in this bit
     place = (calls % 2) * RANKS * box.rows + t  # of rank 0
     # A lower half is MAX_INT - id, so a subtraction adds to the id.
-    largest = tl.max(tl.load(maxima_ptr + t * P + p, mask=p < P, other=LOWEST), 0) - first
+    largest = (tl.max(tl.load(maxima_ptr + t * P + p, mask=p < P, other=LOWEST), 0) - first) & ~USE  # what is no maximum, too
     for i in tl.static_range(1, RANKS):
         memory = tl.load(box.addresses + (rank + i) % RANKS).to(box.memory.dtype)
         tl.store(memory + (place + rank * box.rows) * box.width, largest | use)

@@ -25,6 +25,7 @@ def importable(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]))
     monkeypatch.setattr(sys, "path", [ROOT, *sys.path])
 
+
 HIDDEN, ROWS = 96, 5
 BITS = {torch.float32: torch.int32, torch.float16: torch.int16}
 
@@ -64,6 +65,8 @@ def on_cpu(rank, ranks, folder):
     memories = [torch.from_file(file, shared=True, size=32 * ranks * ROWS, dtype=torch.int64).view(shape) for file in files]
     peers = Peers(ranks, torch.int64, mailbox_of(rank, memories, 1 << 15), dist.group.WORLD)
     dist.barrier()
+    for R in (ROWS, 1, ROWS):  # memory that was never written, as before the first step
+        gather_maxima(torch.zeros(R, 37, dtype=torch.int64), peers, 100 * rank)
     for R in (1, ROWS, 3, 2, 1, ROWS, ROWS):
         maxima = of_rank(R, 37, generator)
         expected = reference.gather_maxima(maxima, peers, 100 * rank)
