@@ -120,8 +120,8 @@ REGIMES = (
         limits=SPECIAL[90].experts["experts_sm90"], sums=SumOrder("steps", accumulator="fp32 steps", invariant=True),
     ),
     MixtureRegime(
-        "experts_int4_sm90", "tokens", 2, variant=last_tokens, capability=90, launch=_sm90,
-        limits=SPECIAL[90].experts["experts_int4_sm90"], sums=SumOrder("steps"),
+        "experts_int4_sm90", "tokens", 1, variant=last_tokens, capability=90, launch=_sm90,
+        limits=SPECIAL[90].experts["experts_int4_sm90"], sums=SumOrder("steps", invariant=True),
     ),
     MixtureRegime(
         "experts_int4", "tokens", 1, variant=last_tokens, launch=partial(_tiles, kernels=products_int4),
