@@ -236,6 +236,10 @@ OPERATIONS = {
             arguments="x: [T, H] activations, weight: [H: norm] of x, eps: float, residual?: [T, H] of x = None "
             "-> out: [T, H] of x, normed: [T, H] of x",
         ),
+        Operation(
+            "collectives.gather_maxima:gather_maxima", what="the row maxima of all ranks' logits", no_op=_RANKS, cases="CASES",
+            arguments="maxima: [R, P] int64 -> out: [R, any] int64",
+        ),
         Operation("adapters.groups:adapters_of", what="the adapter of each token of a step", no_op=_TABLE),
         Operation(
             "adapters.groups:group_rows", what="rows of a step by adapter", no_op="its result is tiles for `add_adapters`"

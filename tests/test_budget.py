@@ -14,18 +14,18 @@ lines = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(lines)
 
 # What one reads to know how a token is made: the rooms of `lines.CORE` together.
-CORE = 11_698  # shares of several GPUs; batch invariance; windows, MXFP4 and nine families; seams of hooks and of adapters
+CORE = 11_723  # shares of several GPUs, row maxima too; batch invariance; windows, MXFP4, nine families; hooks; adapters
 BUDGET = {
     "minirt": 2_112,  # `Generator.profile`, functions by name; adapters per request; ranks
-    "minirt/engine": 3_454,  # captures without garbage collection; cache groups by window; adapters: places, steps; ranks
+    "minirt/engine": 3_455,  # captures without garbage collection; cache groups by window; adapters: places, steps; ranks
     "minirt/step": 449,  # page tables by cache group
-    "minirt/layers": 1_086,  # windows, norms and factors of families; adapters of linears; experts beside an MLP; shares
+    "minirt/layers": 1_110,  # windows, norms and factors of families; adapters of linears; shares, row maxima too
     "minirt/modeling": 1_750,  # windows by layer, and nine families' settings; MXFP4; rows and columns of shares
     "minirt/loading": 1_719,  # the memory of windows; adapters: options, memory; MXFP4 of experts only; tensors of sound; shares
     "minirt/speculative": 296,
     "models": 832,  # Granite, Phi, Seed-OSS, Hunyuan, OLMo 3, EXAONE 4, Muse-Glimmer, gpt-oss, Gemma 4
     "models/recipe": 816,  # an adapter's training
-    "kernels": 13_981,  # one order of sums, of experts too; windows; launchers by thread; adapters; heads of 512; sums over GPUs
+    "kernels": 14_174,  # one order of sums; windows; launchers by thread; adapters; heads of 512; sums over GPUs, maxima
     "minirt/hooks": 375,  # hidden states and logits, edits, logits processors
     "minirt/profiling": 251,  # of `bench`: `Generator.profile`; bytes of windows; ranks refused
     "minirt/precompile": 41,  # `minirt compile`
@@ -37,9 +37,9 @@ BUDGET = {
     "minirt/patching": 629,
     "bench": 6_157,
     "examples": 249,  # logit lens, linear probe, steering vector, a profile, a bad layer
-    "tests": 42_273,  # windows against transformers, eight families; addressed messages; adapters; wrong inputs of gpt-oss; ranks
+    "tests": 42_534,  # windows against transformers, eight families; addressed messages; adapters; wrong inputs of gpt-oss; ranks
     "minirt/adapters": 486,  # LoRA: files, merging, places on the device, rows
-    "minirt/parallel": 566,  # several GPUs: processes, messages, sums
+    "minirt/parallel": 582,  # several GPUs: processes, messages, sums, maxima
 }
 
 

@@ -25,7 +25,7 @@ from minirt.kernels.prepared import compile_time, prepared
 
 CASES = [{"T": 1, "N": 96, "K": 576}, {"T": 7, "N": 131, "K": 97}, {"T": 37, "N": 40, "K": 1100}]
 
-_SPAN = 512  # columns of x that a program takes, in steps with tiles of 16 rows
+_SPAN, _LONG_SPAN, _LONG = 512, 1024, 8192  # columns of x that a program takes, in steps with tiles of 16 rows; of longer rows
 _MANY_SPAN, _LARGE_SPAN = 2048, 4096  # in others; with ranks above `_SMALL_RANK`, for which the sums of parts would be large
 _SMALL_RANK = 64
 
@@ -36,6 +36,7 @@ class _Constants(NamedTuple):
 
     Args:
         P, R: modules, and most ranks.
+        BLOCK_N, PIECES: rows of B of a program, and programs of a tile of them.
         PARTS, SPAN: of K. BLOCKS: of BLOCK_R of the P · R rows of A. BLOCK_T: rows of x.
         FEW: whether A is read before the wait.
         PRECISION: of the products.
@@ -50,6 +51,7 @@ class _Constants(NamedTuple):
     BLOCK_T: int
     BLOCK_K: int
     BLOCK_N: int
+    PIECES: int
     FEW: bool
     PRECISION: str
     ACTIVATION: str | None
@@ -143,8 +145,8 @@ def _expand(w, y_ptr, squares_ptr, mark_ptr, base_ptr, out_ptr, adapter, job, ro
             C, PDL: tl.constexpr):  # fmt: skip
     """A tile of rows, and a tile of the rows of B, whose first ranks are read before the wait."""
     GATED: tl.constexpr = C.ACTIVATION is not None
-    part_ptr = w.tiles + job * 4
-    n, end, module = tl.load(part_ptr) + tl.arange(0, C.BLOCK_N), tl.load(part_ptr + 1), tl.load(part_ptr + 2)
+    part_ptr, start = w.tiles + job // C.PIECES * 4, job % C.PIECES * C.BLOCK_N
+    n, end, module = tl.load(part_ptr) + start + tl.arange(0, C.BLOCK_N), tl.load(part_ptr + 1), tl.load(part_ptr + 2)
     r, inside, half = tl.arange(0, 16), n < end, N // 2
     factor_at, known = adapter * rank_stride + module, adapter >= 0
     rank, factor = tl.load(w.ranks + factor_at, mask=known, other=0), tl.load(w.scales + factor_at, mask=known, other=0.0)
@@ -204,16 +206,19 @@ def _add_adapters_kernel(x_ptr, norm_ptr, w, order_ptr, tiles_ptr, y_ptr, square
 @lru_cache(1024)
 def _constants(P: int, R: int, K: int, block: int, itemsize: int, activation: str | None) -> _Constants:
     few, precision = block == 16, "ieee" if itemsize == 4 else "tf32"
-    span = _SPAN if few else _MANY_SPAN if R <= _SMALL_RANK else _LARGE_SPAN
+    few_span = _SPAN if K <= _LONG else _LONG_SPAN
+    span = few_span if few else _MANY_SPAN if R <= _SMALL_RANK else _LARGE_SPAN
     block_r = 16 if few else min(64, next_power_of_2(P * R))
+    block_k, block_n = (256, TILE_N) if few else (64, 64)
     return _Constants(
-        P, R, cdiv(K, span), span, cdiv(P * R, block_r), block_r, block, 256 if few else 64, TILE_N, few, precision, activation
-    )
+        P, R, cdiv(K, span), span, cdiv(P * R, block_r), block_r, block, block_k, block_n, TILE_N // block_n, few, precision,
+        activation,
+    )  # fmt: skip
 
 
 def _options(few: bool, pdl: bool) -> Mapping[str, Any]:
     """Two programs of many rows fit on an SM, so that enough of `out` is in flight."""
-    return launch_options(4, 1, pdl) if few else {"maxnreg": 128, **launch_options(8, 3, pdl)}
+    return launch_options(8, 1, pdl) if few else {"maxnreg": 128, **launch_options(8, 3, pdl)}
 
 
 def add_adapters(
@@ -233,7 +238,7 @@ def add_adapters(
         C = _constants(P, R, K, groups.block, x.element_size(), activation)
         y = torch.empty(C.PARTS, T, P * R, dtype=torch.float32, device=x.device)
         squares = None if norm_weight is None else torch.empty(C.PARTS, T, C.BLOCKS, dtype=torch.float32, device=x.device)
-        jobs = C.BLOCKS * C.PARTS + len(weights.tiles) // (1 if activation is None else 2)
+        jobs = C.BLOCKS * C.PARTS + len(weights.tiles) // (1 if activation is None else 2) * C.PIECES
         _add_adapters_kernel[tiles, jobs](
             x, norm_weight, weights, groups.order, groups.tiles, y, squares, marks, out, result, N, K, T,
             x.stride(0), out.stride(0), weights.ranks.stride(0), eps, C, **_options(C.FEW, pdl),

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-TILE_N = 64  # rows of B that a program of the expansion takes; `AdapterWeights.tiles` has them
+TILE_N = 256  # rows of B; `AdapterWeights.tiles` has them
 _FEW = 256  # rows up to which tiles have 16 rows
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from minirt.errors import DeviceError, UnsupportedError
 
 _SPINS = 1 << 22  # loads in a wait before it gives up: some seconds
-_BITS = {2: torch.int16, 4: torch.int32}
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Mailbox(NamedTuple):
@@ -27,7 +27,7 @@ class Mailbox(NamedTuple):
 
     Attributes:
         addresses: [N + 1] int64: of each rank's mailbox, as this rank sees it; and this rank's number.
-        memory: [2, N, rows, width] int16 or int32: this rank's places, as bits.
+        memory: [2, N, rows, width] int16, int32 or int64: this rank's places, as bits.
         calls: [rows] int32: how often each row was used.
         failed: [1] int32: not 0 after a wait has given up. Later calls of this rank load once.
         spins: after how many loads a wait gives up.

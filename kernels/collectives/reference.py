@@ -1,4 +1,4 @@
-"""The eager PyTorch definition of sums over ranks."""
+"""The eager PyTorch definition of sums and row maxima over ranks."""
 
 import torch
 import torch.distributed as dist
@@ -29,3 +29,11 @@ def all_reduce_norm(
     """`all_reduce`, and `rms_norm` of its result."""
     out = all_reduce(x, peers, residual)
     return out, rms_norm(out, weight, eps)
+
+
+def gather_maxima(maxima: Tensor, peers: Peers, first: int) -> Tensor:
+    """Of each rank, the largest of its row maxima [R, P] → [R, N], with ids of the whole vocabulary."""
+    largest = maxima.amax(1) - first  # the lower half of a packed maximum is MAX_INT - id
+    parts = [torch.empty_like(largest) for _ in range(peers.ranks)]
+    dist.all_gather(parts, largest, group=peers.group)
+    return torch.stack(parts, 1)

@@ -1,5 +1,7 @@
 """`Head`: the final norm and the LM head, for the rows that `Select` kept."""
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -8,6 +10,9 @@ from minirt.layers.base import Forward, Layer, LinearOp, register, triton_unsupp
 from minirt.modeling.config import ModelConfig
 from minirt.modeling.parameters import NormWeight, PackedLinear, Part, Shard, SomeRows
 from minirt.step.batch import Batch
+
+if TYPE_CHECKING:
+    from minirt.kernels.linear.product import RowMaxima
 
 
 class Head(Layer):
@@ -41,20 +46,46 @@ class Head(Layer):
             self.lm_head.shard_rows((*shard.of(vocab, "ids", self.name), vocab))
             self.sharded = True
 
-    def gathered(self, logits: Tensor, batch: Batch) -> Tensor:
-        """The logits of all ids. Without ranks, as in plans, nobody reads them."""
+    def gathered(self, logits: Tensor, batch: Batch, maxima: "RowMaxima | None" = None) -> Tensor:
+        """The logits of all ids; of a share with row maxima, those of all ranks, and the logits as they are (`whole`). Without
+        ranks, as in plans, nobody reads them."""
         if not self.sharded:
             return logits
-        if self.context.reduction is not None:
-            return self.context.reduction.gather(logits, batch.logits)
-        return logits.new_empty(len(logits), self.config.vocab_size) if batch.logits is None else batch.logits
+        if (reduction := self.context.reduction) is None:
+            return logits.new_empty(len(logits), self.config.vocab_size) if batch.logits is None else batch.logits
+        if maxima is None or batch.row_maxima is None:
+            return reduction.gather(logits, batch.logits)
+        reduction.maxima(maxima.values, self.lm_head.out_features, batch.row_maxima.values)
+        return logits
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """The logits of all ids [R, V], from the first R rows of what a step with row maxima has left in `logits`: those of this
+        rank's ids, row after row, from the tensor's beginning on. All ranks call it."""
+        (rows, width), part = logits.shape, self.lm_head.out_features
+        whole = logits if width == self.config.vocab_size else None
+        return self.context.reduction.gather(logits.view(-1)[: rows * part].view(rows, part), whole)
+
+    def outputs(self, batch: Batch, rows: int) -> "tuple[Tensor | None, RowMaxima | None]":
+        """Where the product writes logits, None: a new tensor; and where it stores row maxima."""
+        logits, maxima = batch.logits, batch.row_maxima
+        if not self.sharded or maxima is None:
+            return None if self.sharded else logits, maxima
+        part, tiles = self.lm_head.out_features, self._tiles(rows)
+        values = maxima.values.new_empty(rows, tiles)
+        return None if logits is None else logits.view(-1)[: rows * part].view(rows, part), maxima._replace(values=values)
 
     def linear_ops(self) -> tuple[LinearOp, ...]:
         return (LinearOp(self.lm_head, logits=True),)
 
     def row_maxima_tiles(self, rows: int) -> int:
-        if self.implementation != "triton" or self.sharded:
+        if self.implementation != "triton":
             return 0
+        tiles = self._tiles(rows)
+        if not self.sharded or not tiles:
+            return tiles
+        return 0 if self.context.reduction is None else self.context.reduction.ranks  # a rank's largest is one
+
+    def _tiles(self, rows: int) -> int:
         from minirt.kernels.linear.dispatch import row_maxima_tiles
 
         lm_head = self.lm_head
@@ -86,11 +117,11 @@ def triton(layer: Head) -> Forward:
     multiplier, softcap, workspace, pdl = layer.multiplier, layer.softcap, layer.context.workspace, layer.context.pdl
 
     def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
+        out, row_maxima = layer.outputs(batch, len(x))
         logits = norm_linear(
-            x, norm.weight, eps, lm_head.weight, scale=lm_head.scale, out=None if layer.sharded else batch.logits,
-            workspace=workspace, out_dtype=torch.float32, row_maxima=batch.row_maxima, multiplier=multiplier, softcap=softcap,
-            pdl=pdl, check=False,
+            x, norm.weight, eps, lm_head.weight, scale=lm_head.scale, out=out, workspace=workspace, out_dtype=torch.float32,
+            row_maxima=row_maxima, multiplier=multiplier, softcap=softcap, pdl=pdl, check=False,
         )  # fmt: skip
-        return layer.gathered(logits, batch)
+        return layer.gathered(logits, batch, row_maxima)
 
     return forward

@@ -1,4 +1,4 @@
-"""`Reduction`: what the ranks of a model exchange within a step: sums of partial products, and the logits of all ids."""
+"""`Reduction`: what ranks exchange within a step: sums of partial products, and the logits of all ids, or row maxima."""
 
 import os
 from collections.abc import Iterator
@@ -36,9 +36,10 @@ class Reduction:
     """
 
     def __init__(self, rank: int, ranks: int, device: torch.device, folder: str) -> None:
-        self._ranks, self._device, self._paused = ranks, device, False
+        self.ranks, self._rank, self._device, self._paused = ranks, rank, device, False
         self._rows = _ROWS // ranks
-        self._peers: Any = None  # `kernels.collectives.peers.Peers`
+        self._peers: Any = None  # `kernels.collectives.peers.Peers`, of sums
+        self._of_maxima: Any = None  # and of row maxima
         store = dist.FileStore(os.path.join(folder, "store"), ranks)
         self._group: Any
         if device.type == "cuda":
@@ -66,6 +67,7 @@ class Reduction:
 
             try:
                 self._peers = connect(self._group, self._rows, hidden, dtype, self._device, _SPINS)
+                self._of_maxima = connect(self._group, self._rows, 1, torch.int64, self._device, _SPINS)
             except UnsupportedError as error:
                 warn(f"NCCL adds what the GPUs have computed, which is slower: {error}", RuntimeWarning)
 
@@ -94,12 +96,21 @@ class Reduction:
     def gather(self, part: Tensor, out: Tensor | None = None) -> Tensor:
         """The parts [R, V / ranks] of all ranks side by side: [R, V], in `out` if it is given."""
         rows, width = part.shape
-        out = part.new_empty(rows, self._ranks * width) if out is None else out
+        out = part.new_empty(rows, self.ranks * width) if out is None else out
         if not self._paused:
-            parts = part.new_empty(self._ranks * rows, width)
+            parts = part.new_empty(self.ranks * rows, width)
             _wait(self._group._allgather_base(parts, part.contiguous(), self._side_by_side))
-            out.view(rows, self._ranks, width).copy_(parts.view(self._ranks, rows, width).transpose(0, 1))
+            out.view(rows, self.ranks, width).copy_(parts.view(self.ranks, rows, width).transpose(0, 1))
         return out
+
+    def maxima(self, tiles: Tensor, width: int, out: Tensor) -> Tensor:
+        """The largest of each rank's row maxima [R, tiles]: [R, ranks], in `out`. `width`: ids of a rank."""
+        first = self._rank * width
+        if self._of_maxima is None or len(tiles) > self._rows:
+            return self.gather(tiles.amax(1, keepdim=True) - first, out)  # see `kernels.argmax.pack`
+        from minirt.kernels.collectives.gather_maxima import gather_maxima
+
+        return gather_maxima(tiles, self._of_maxima, first, out, check=False)
 
     def least(self, values: list[int]) -> list[int]:
         """The least of each value over all ranks. Waits for them."""
@@ -123,8 +134,9 @@ class Reduction:
         with torch.cuda.device(self._device):
             if self._peers is not None:  # what is not empty has arrived, as far as the kernel knows
                 with torch.cuda.stream(torch.cuda.Stream()):
-                    self._peers.mailbox.failed.fill_(1)
-                    self._peers.mailbox.memory.zero_()
+                    for peers in filter(None, (self._of_maxima, self._peers)):
+                        peers.mailbox.failed.fill_(1)
+                        peers.mailbox.memory.zero_()
             self._group.abort()
             dist.destroy_process_group()
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from minirt.engine.execute.runner import Forward, Runner, StartedStep
+from minirt.layers.head import Head
 from minirt.step.plan import StepPlan
 
 
@@ -35,6 +36,13 @@ class RankRunner(Runner):
         masked, draws = forward.plan.sampling.masked, forward.plan.sequences.total_draws
         with self._ranks.step("draw", self.sampler.written_masks(draws) if masked else None):
             return self._watched(super().draw(forward, process))
+
+    def _forward(self, plan: StepPlan) -> Forward:
+        """After a step that stores row maxima, ranks gather logits only if the draw reads them: not within the CUDA graph."""
+        forward, head = super()._forward(plan), self.model.layers[-1]  # type: ignore[attr-defined]
+        if forward.row_maxima is None or not forward.needed or not (isinstance(head, Head) and head.sharded):
+            return forward
+        return forward._replace(logits=head.whole(forward.logits))
 
     @property
     def _ranks(self) -> Any:

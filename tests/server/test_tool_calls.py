@@ -464,7 +464,8 @@ async def test_wrong_requests_of_harmony(chats):
     """Catches an effort that the model has never seen and that the template writes, and messages that say too little."""
     for fields, words in WRONG:
         with pytest.raises(openai.BadRequestError, match=words):
-            await chats.client.chat.completions.create(**({"model": "fake", "messages": USER, "tools": TOOLS, "timeout": 5} | fields))
+            body = {"model": "fake", "messages": USER, "tools": TOOLS, "timeout": 5} | fields
+            await chats.client.chat.completions.create(**body)
     for effort in ("extreme", "xhigh"):
         with pytest.raises(openai.BadRequestError, match=f"reasoning.effort: .*; {EFFORT}; found '{effort}'"):
             await chats.client.responses.create(model="fake", input="a", reasoning={"effort": effort}, timeout=5)

@@ -69,6 +69,7 @@ class Forward(NamedTuple):
     batch: Batch
     bucket: Bucket | None  # of its CUDA graph
     committed: bool  # whether the CUDA graph has drawn the tokens, too
+    needed: bool  # whether row maxima do not suffice
 
 
 class StartedStep(NamedTuple):
@@ -198,7 +199,7 @@ class Runner:
         maxima = None if batch.row_maxima is None else batch.row_maxima.values[: planned.total_logits]
         if plan.rules:
             self.sampler.fill_slots(plan.rules)
-        return Forward(plan, view, logits[: planned.total_logits], maxima, batch, bucket, greedy)
+        return Forward(plan, view, logits[: planned.total_logits], maxima, batch, bucket, greedy, needed)
 
     def _without_cuda_graph(self, plan: StepPlan, *, settings: bool = True) -> tuple[StepView, Batch]:
         """The view and the batch of a step without a CUDA graph.
@@ -243,7 +244,7 @@ class Runner:
         return replace(batch, row_maxima=self.buffers.row_maxima_of(logits, self.model.row_maxima_tiles(logits)))
 
     def _draw(self, forward: Forward, process: Callable[[Tensor], Tensor] | None = None) -> StartedStep:
-        plan, view, logits, row_maxima, batch, bucket, committed = forward
+        plan, view, logits, row_maxima, batch, bucket, committed, _ = forward
         tensors, scored = view.tensors, list[ScoredRows]()
         captured = self.hooks.take(plan.hooks, batch) if self.hooks is not None and plan.hooks is not None else None
         if plan.scored:

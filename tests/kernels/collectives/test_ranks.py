@@ -1,4 +1,4 @@
-"""Ranks in processes that add up their parts at the same time: in Triton's interpreter on shared memory, or on two GPUs."""
+"""Ranks in processes that add up and gather at the same time: in Triton's interpreter on shared memory, or on two GPUs."""
 
 import os
 from datetime import timedelta
@@ -10,6 +10,7 @@ import torch.multiprocessing as multiprocessing
 
 from minirt.kernels.collectives import all_reduce as kernel
 from minirt.kernels.collectives import reference
+from minirt.kernels.collectives.gather_maxima import gather_maxima
 from minirt.kernels.collectives.peers import Peers, connect, mailbox_of
 from minirt.kernels.norm import rms_norm
 
@@ -47,7 +48,23 @@ def on_cpu(rank, ranks, folder):
         by_gloo = kernel.all_reduce(x.clone(), peers)
         torch.testing.assert_close(by_gloo, reference.all_reduce(x, peers), rtol=0, atol=4e-3 if dtype.itemsize == 2 else 1e-6)
         peers.check()
+    files = [f"{folder}/maxima-{peer}" for peer in range(ranks)]
+    shape = (2, ranks, ROWS, 16)
+    memories = [torch.from_file(file, shared=True, size=32 * ranks * ROWS, dtype=torch.int64).view(shape) for file in files]
+    peers = Peers(ranks, torch.int64, mailbox_of(rank, memories, 1 << 15), dist.group.WORLD)
+    dist.barrier()
+    for R in (1, ROWS, 3, 2, 1, ROWS, ROWS):
+        maxima = of_rank(R, 37, generator)
+        expected = reference.gather_maxima(maxima, peers, 100 * rank)
+        assert torch.equal(gather_maxima(maxima, peers, 100 * rank), expected)
+    peers.check()
     dist.destroy_process_group()
+
+
+def of_rank(R, P, generator):
+    """Packed maxima of random logits, of ids from 0 on."""
+    keys = torch.randint(-(1 << 31) + 1, 1 << 31, (R, P), generator=generator)
+    return (keys << 32) | ((1 << 31) - 1 - torch.arange(P))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs, the test below")
@@ -63,6 +80,8 @@ def on_gpus(rank, ranks, folder):
     peers = connect(dist.group.WORLD, 64, H, dtype, device)
     weight = torch.rand(H, generator=common).to(device, dtype)
     sizes = (1, 64, 7)  # an odd number: each replay begins with the other place
+    of_maxima = connect(dist.group.WORLD, 64, 1, torch.int64, device)
+    maxima = [torch.zeros(T, 1188, dtype=torch.int64, device=device) for T in sizes]
     x, residual = ([torch.zeros(T, H, dtype=dtype, device=device) for T in sizes] for _ in range(2))
 
     def calls():
@@ -70,23 +89,28 @@ def on_gpus(rank, ranks, folder):
         for part, before in zip(x, residual, strict=True):
             part = part + 0.0  # a kernel before, which writes what the sum reads
             outs.append(kernel.all_reduce_norm(part, peers, weight, 1e-5, before, pdl=pdl, early=len(part) == 7))
-        return outs
+        return outs, [gather_maxima(part + 0, of_maxima, 76_032 * rank) for part in maxima]
 
     calls()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        outs = calls()
+        outs, largest = calls()
     for replay in range(100):
         for part, before in zip(x, residual, strict=True):
             part.copy_(torch.randn(part.shape, generator=generator))
             before.copy_(torch.randn(before.shape, generator=common))
+        for part in maxima:
+            part.copy_(of_rank(*part.shape, generator))
         if replay % 10 == rank:
             torch.cuda._sleep(3_000_000)  # this rank's GPU is late
         graph.replay()
         for part, before, (out, normed) in zip(x, residual, outs, strict=True):
             assert torch.equal(out, reference.all_reduce(part, peers, before))
             assert torch.equal(normed, rms_norm(out, weight, 1e-5))
+        for part, gathered in zip(maxima, largest, strict=True):
+            assert torch.equal(gathered, reference.gather_maxima(part, of_maxima, 76_032 * rank))
     peers.check()
+    of_maxima.check()
     dist.destroy_process_group()
 
 

@@ -27,6 +27,7 @@ from minirt.kernels.attention import dispatch as attention
 from minirt.kernels.attention import rope_write as kv_write
 from minirt.kernels.attention.operands import AttentionInput, KVPages, Rope, Scores, Sequences
 from minirt.kernels.collectives.all_reduce import all_reduce, all_reduce_norm
+from minirt.kernels.collectives.gather_maxima import gather_maxima
 from minirt.kernels.collectives.peers import Peers, mailbox_of
 from minirt.kernels.gated_delta import dispatch as gated_delta
 from minirt.kernels.gated_delta.operands import GatedDeltaSequences, GatedDeltaState, GatedDeltaWeights
@@ -511,6 +512,7 @@ def all_gated_delta(calls: Calls) -> None:
             rest = (both[:, : -2 * Hv], both[:, -2 * Hv :], weights, state, sequences)
             for longest in (1,) if T == 2 else (200, 20):  # one prompt, and many
                 gated_delta.gated_delta_net(*rest, longest, pdl=calls.pdl)
+            gated_delta.gated_delta_net(*rest, T, invariant=True, pdl=calls.pdl)
 
 
 def step_table(calls: Calls) -> None:
@@ -579,13 +581,16 @@ def all_adapters(calls: Calls) -> None:
 
 
 def all_collectives(calls: Calls) -> None:
-    """Sums over two and eight ranks, with and without the residual and the norm."""
+    """Sums over two and eight ranks, with and without the residual and the norm, and row maxima."""
     for ranks in (2, 8):
         memory = calls.ints(2, ranks, 64, HIDDEN, like=torch.int16 if calls.dtype.itemsize == 2 else torch.int32)
         peers = Peers(ranks, calls.dtype, mailbox_of(1, [memory] * ranks))
         x, weight = calls.empty(64, HIDDEN), calls.empty(HIDDEN)
         all_reduce(x, peers, pdl=calls.pdl)
         all_reduce_norm(x, peers, weight, 1e-6, x, pdl=calls.pdl, early=ranks == 2)
+        memory = calls.ints(2, ranks, 64, 16, like=torch.int64)
+        peers = Peers(ranks, torch.int64, mailbox_of(1, [memory] * ranks))
+        gather_maxima(calls.ints(64, 1188, like=torch.int64), peers, 76032)
 
 
 def all_sampling(calls: Calls) -> None:
