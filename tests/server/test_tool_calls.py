@@ -463,8 +463,8 @@ WRONG = [
 async def test_wrong_requests_of_harmony(chats):
     """Catches an effort that the model has never seen and that the template writes, and messages that say too little."""
     for fields, words in WRONG:
+        body = {"model": "fake", "messages": USER, "tools": TOOLS, "timeout": 5} | fields
         with pytest.raises(openai.BadRequestError, match=words):
-            body = {"model": "fake", "messages": USER, "tools": TOOLS, "timeout": 5} | fields
             await chats.client.chat.completions.create(**body)
     for effort in ("extreme", "xhigh"):
         with pytest.raises(openai.BadRequestError, match=f"reasoning.effort: .*; {EFFORT}; found '{effort}'"):
