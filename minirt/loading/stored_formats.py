@@ -204,6 +204,8 @@ class _Search:
             raise CheckpointError(what, where=blocks.place, expected=f"{module}{MXFP4.scale_name}", hint=hint)
         if scheme is None or scheme.layout is not MXFP4:
             what, expected = "the weight is in MXFP4, but config.json does not say so", "quant_method mxfp4"
+            if self.stated is not None and self.stated.method == "mxfp4":
+                what, expected = "only experts can be in MXFP4, without those that config.json lists", " or ".join(FLOATS)
             raise ConfigError(what, where=blocks.place, expected=expected, found=scheme and str(scheme))
         return scheme
 

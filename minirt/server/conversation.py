@@ -7,7 +7,7 @@ from typing import Any
 
 from minirt.errors import InputError
 from minirt.processor import Call
-from minirt.server.errors import bad_field, shown
+from minirt.server.errors import bad_field, check_choice, shown
 from minirt.server.exchange import Exchange
 from minirt.server.front import Front
 from minirt.server.protocol import MAX_VARIABLES, Common, check_texts, sampling_params
@@ -102,6 +102,9 @@ def template_variables(front: Front, given: Mapping[str, Any] | None, hints: Map
             variables.setdefault("reasoning_strength", hint)
         else:
             front.note_unknown([place], "fields that the chat template does not use")
+    if (effort := variables.get("reasoning_effort")) is not None and (efforts := front.reply_format.efforts):
+        hint, place = hints["reasoning_effort"]
+        check_choice("chat_template_kwargs.reasoning_effort" if hint is None else place, effort, efforts)
     return variables
 
 

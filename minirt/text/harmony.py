@@ -17,6 +17,7 @@ _REASONING, _FINAL = "analysis", "final"
 _LONGEST = 200  # characters of a header
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 MARKERS = (START, MESSAGE, _CHANNEL, _CONSTRAIN, *_ENDS)
+EFFORTS = ("low", "medium", "high")  # with which models are trained; templates write any text
 # Where the reasoning is, and after what a grammar begins: `ReplyFormat.reasoning` of this form.
 HARMONY = (f"{_CHANNEL}{_REASONING}{MESSAGE}", f"{_CHANNEL}{_FINAL}{MESSAGE}")
 

@@ -8,7 +8,7 @@ from typing import Any
 from minirt.errors import InputError, UnsupportedError
 from minirt.text import channels
 from minirt.text.addressed import ADDRESSED, MARKERS, AddressedParser, answers, is_addressed, opened
-from minirt.text.harmony import HARMONY, HarmonyParser, finishes, is_harmony
+from minirt.text.harmony import EFFORTS, HARMONY, HarmonyParser, finishes, is_harmony
 from minirt.text.harmony import MARKERS as HARMONY_MARKERS
 from minirt.text.reasoning import BLOCKS, ReasoningParser
 from minirt.text.reply import Parser, ReplyParser
@@ -71,6 +71,11 @@ class ReplyFormat:
                 notes = (f"the response template is not used: {error}",)
         return cls(calls, reasoning, None, notes)
 
+    @property
+    def efforts(self) -> tuple[str, ...]:
+        """The values of reasoning_effort that the model knows. Empty: the chat template decides."""
+        return EFFORTS if self.reasoning == HARMONY else ()
+
     def needs_special_tokens(self, special: Collection[str]) -> bool:
         """Whether the text must have its special tokens, because some of them are markers.
 
@@ -95,7 +100,7 @@ class ReplyFormat:
         """
         choice = ("auto" if tools else "none") if tool_choice is None else tool_choice
         if choice not in ("none", "auto") and not tools:
-            raise InputError("needs tools", where="tool_choice", found=str(choice)[:80])
+            raise InputError("needs tools", where="tool_choice", expected="none or auto", found=str(choice)[:80])
         if self.response_template is not None and choice in ("none", "auto"):
             return ResponseTemplateParser(self.response_template, prompt, tools, calls=choice == "auto" and bool(tools))
         if self.reasoning in (ADDRESSED, HARMONY) and choice in ("none", "auto"):

@@ -8,8 +8,8 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from support.checkpoints import distance, load, logits, plan, refused, restate, rewrite, transformers_logits
+from support.experts import STATED, in_mxfp4
 from support.model_cases import make
 
 from minirt import errors
@@ -18,44 +18,14 @@ from minirt.layers import MoE
 from minirt.loading import checkpoint
 
 SIZES = {"hidden_size": 96, "intermediate_size": 160, "sliding_window": 17}  # neither has whole chunks of 128
-LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-STATED = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]}
 GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
-
-
-def decoded(blocks, scales):
-    """What blocks [E, N, G, 16] and scales [E, N, G] stand for, byte by byte: [E, N, 32G] fp64."""
-    E, N, G, _ = blocks.shape
-    values = torch.zeros(E, N, G, 32, dtype=torch.float64)
-    for byte in range(16):
-        for half in range(2):
-            code = (blocks[..., byte].int() >> 4 * half) & 15
-            magnitude = torch.tensor(LEVELS, dtype=torch.float64)[code & 7]
-            values[..., 2 * byte + half] = torch.where(code >= 8, -magnitude, magnitude) * 2.0 ** (scales.double() - 127)
-    return values.flatten(2)
 
 
 @pytest.fixture
 def folders(tmp_path):
     """A model in MXFP4, and the same numbers in transformers' own layout of fp32."""
     make("gpt_oss", tmp_path / "plain", **SIZES)
-    generator, stored = torch.Generator().manual_seed(5), {}
-
-    def quantize(tensors):
-        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-            E, K, N = tensors[name].shape
-            blocks = torch.randint(0, 256, (E, N, K // 32, 16), generator=generator, dtype=torch.uint8)
-            scales = torch.randint(119, 123, (E, N, K // 32), generator=generator, dtype=torch.uint8)
-            stored[f"{name}_blocks"], stored[f"{name}_scales"] = blocks, scales
-            tensors[name] = decoded(blocks, scales).float().transpose(1, 2)
-        rest = {name: tensor for name, tensor in tensors.items() if not name.endswith(("gate_up_proj", "down_proj"))}
-        folder = tmp_path / "mxfp4"
-        folder.mkdir()
-        save_file({name: tensor.contiguous() for name, tensor in (rest | stored).items()}, folder / "model.safetensors")
-        (folder / "config.json").write_text((tmp_path / "plain" / "config.json").read_text())
-        restate(folder, quantization_config=STATED)
-
-    rewrite(tmp_path / "plain", quantize)
+    in_mxfp4(tmp_path / "plain", tmp_path / "mxfp4", range(-8, -4))
     return tmp_path / "mxfp4", tmp_path / "plain"
 
 
@@ -85,13 +55,52 @@ def test_every_weight_in_pieces(folders, monkeypatch):
 def test_damaged_files_are_refused(folders):
     stored, _ = folders
     rewrite(stored, lambda tensors: tensors[f"{GATE_UP}_scales"].view(-1)[:2].fill_(255))
-    refused(stored, r"gate_up_proj_scales: 2 scales above 2\^63 or NaN; expected bytes up to 190")
+    refused(stored, r"gate_up_proj_scales: a scale above 2\^63, or NaN; expected bytes up to 190; found 255")
     rewrite(stored, lambda tensors: tensors.pop(f"{GATE_UP}_scales"))
     refused(stored, "the quantized weight has no scale")
     rewrite(stored, lambda tensors: tensors.update({f"{GATE_UP}_scales": torch.full((5, 320, 2), 120, dtype=torch.uint8)}))
     refused(stored, r"wrong shape; expected \[5, 320, 3\]")
     rewrite(stored, lambda tensors: tensors.update({GATE_UP: torch.zeros(5, 96, 320)}))
     refused(stored, "the weight is stored twice")
+
+
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+WRONG = {  # new tensors by name, None for none; and the message
+    "flat": ({f"{GATE_UP}_blocks": (5, 320, 48)}, r"_blocks: wrong shape; expected \[5, 320, 3, 16\]; found \[5, 320, 48\]"),
+    "blocks of 16": ({f"{GATE_UP}_blocks": (5, 320, 6, 8)}, r"_blocks: .*expected \[5, 320, 3, 16\]; found \[5, 320, 6, 8\]"),
+    "an expert less": ({f"{GATE_UP}_scales": (4, 320, 3)}, r"_scales: .*expected \[5, 320, 3\]; found \[4, 320, 3\]"),
+    "transposed": ({f"{GATE_UP}_blocks": (5, 3, 320, 16)}, r"_blocks: .*expected \[5, 320, 3, 16\]; found \[5, 3, 320, 16\]"),
+    "no scales": ({f"{GATE_UP}_scales": None}, "_blocks: the quantized weight has no scale; expected .*gate_up_proj_scales"),
+    "no blocks": ({f"{GATE_UP}_blocks": None}, "1 of 97 tensors are missing; expected .*gate_up_proj_blocks"),
+    "neither": ({f"{GATE_UP}_blocks": None, f"{GATE_UP}_scales": None}, "2 of 97 tensors are missing; .*_blocks, .*_scales"),
+    "no bias": ({f"{GATE_UP}_bias": None}, "1 of 97 tensors are missing; expected .*gate_up_proj_bias"),
+    "a scale of all": ({f"{GATE_UP}_global_scale": (5,)}, "1 unexpected tensors; found .*gate_up_proj_global_scale"),
+    "a linear": ({f"{Q_PROJ}_blocks": (96, 3, 16)}, "only experts can be in MXFP4, without those .*expected F32 or F16 or BF16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "words"), WRONG.values(), ids=WRONG)
+def test_wrong_shapes_and_missing_tensors(folders, change, words):
+    """Catches a file that loads with another model's experts, and messages without the tensor, or what is expected of it."""
+    stored, scales = folders[0], {f"{name}_scales": (96, 3) for name in (Q_PROJ,) if f"{name}_blocks" in change}
+
+    def damage(tensors):
+        for name, shape in (change | scales).items():
+            tensors.pop(name, None)
+            tensors.update({} if shape is None else {name: torch.full(shape, 120, dtype=torch.uint8)})
+
+    rewrite(stored, damage)
+    refused(stored, words, errors.ConfigError if scales else errors.CheckpointError)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float8_e8m0fnu"])
+def test_scales_of_another_dtype(folders, dtype):
+    def damage(tensors):
+        scales = tensors[f"{GATE_UP}_scales"]
+        tensors[f"{GATE_UP}_scales"] = scales.bfloat16() if dtype == "bfloat16" else scales.view(getattr(torch, dtype))
+
+    rewrite(folders[0], damage)
+    refused(folders[0], r"gate_up_proj_scales: wrong dtype; expected U8; found (I8|BF16|F8_E8M0)")
 
 
 def test_contradictions_are_refused(folders):

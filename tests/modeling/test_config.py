@@ -175,6 +175,31 @@ def test_gpt_oss_without_a_dtype() -> None:
     assert parse_config(raw).dtype == "bfloat16"
 
 
+GPT_OSS = REAL["gpt-oss-20b"]["config"]
+BAD_GPT_OSS: list[tuple[dict[str, Any], str]] = [
+    ({"num_experts_per_tok": 33}, "num_experts_per_tok: .*expected an integer from 1 to 32; found 33"),
+    ({"experts_per_token": 2}, "experts_per_token: another number of experts; expected 4; found 2"),
+    ({"num_experts": 16}, "num_experts and num_local_experts contradict each other; found .*16.*32"),
+    ({"swiglu_limit": None}, "swiglu_limit: .*expected a number from .*; found null"),
+    ({"swiglu_alpha": "1.7"}, "swiglu_alpha: .*expected a number from .*; found '1.7'"),
+    ({"sliding_window": 128.5}, "sliding_window: .*expected an integer .*; found 128.5"),
+    ({"sliding_window": None}, "layer_types: .*expected full_attention, or a sliding_window .*; found sliding_attention"),
+    ({"layer_types": GPT_OSS["layer_types"][:-1]}, "layer_types: .*expected 24, one for each layer; found 23"),
+    ({"rope_scaling": GPT_OSS["rope_scaling"] | {"truncate": 0}}, "rope_scaling.truncate: .*expected true or false; found 0"),
+    ({"hidden_act": "gelu"}, "hidden_act: experts have a SwiGLU; expected 'silu'; found 'gelu'"),
+    ({"quantization_config": {"quant_method": "MXFP4"}}, "quant_method: .* or mxfp4; found 'MXFP4'"),
+    ({"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": "lm_head"}},
+     "modules_to_not_convert: .*expected a list of strings; found 'lm_head'"),
+    ({"torch_dtype": "mxfp4"}, "torch_dtype: .*expected float32 or bfloat16 or float16; found 'mxfp4'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "words"), BAD_GPT_OSS)
+def test_wrong_fields_of_gpt_oss(fields: dict[str, Any], words: str) -> None:
+    """Catches a field that is ignored or believed, and a message that does not say what is expected there."""
+    raises(f"^some/config.json.*{words}", parse_config, GPT_OSS | fields, file="some/config.json", error=ConfigError)
+
+
 HUGE = 10**400
 SIZES = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"]
 OPTIONAL_SIZES = ["num_key_value_heads", "max_position_embeddings", "head_dim"]

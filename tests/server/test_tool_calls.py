@@ -395,6 +395,86 @@ async def test_harmony(chats):
     assert reply == ("", "Hm, é\n\nI look.", [("now", "{}")], "tool_calls")
 
 
+async def asked_by_chat(chats, history, text, streams):
+    """The messages to send back, calls as (id, name, arguments), and the content."""
+    reply = await chats.complete(text, messages=history, tools=TOOLS, streams=streams)
+    content, reasoning, calls, _ = joined(reply) if streams else whole(reply.choices[0])
+    calls = [(f"call_{len(history)}", *call) for call in calls]
+    said = {"role": "assistant", "content": content or None, "reasoning_content": reasoning}
+    functions = [{"id": i, "type": "function", "function": {"name": name, "arguments": text}} for i, name, text in calls]
+    return [said | ({"tool_calls": functions} if calls else {})], calls, content
+
+
+async def asked_by_responses(chats, history, text, streams):
+    async def read():
+        tools = [{"type": "function"} | tool["function"] for tool in TOOLS]
+        reply = await chats.client.responses.create(model="fake", input=history, tools=tools, stream=streams)
+        return [event async for event in reply][-1].response if streams else reply
+
+    response = await chats.answered(read(), text)
+    calls = [(item.call_id, item.name, item.arguments) for item in response.output if item.type == "function_call"]
+    return [item.to_dict() for item in response.output], calls, response.output_text
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("api", ["chat", "responses"])
+def test_a_tool_loop_of_harmony(folders, api, streams):
+    """Every prompt is the one before it, the answer as the model wrote it, and the result of its call.
+
+    Catches agents that lose the reasoning before a call, a call whose result has another's name, and prefixes that change.
+    """
+
+    async def scenario(chats):
+        think = "<|channel|>analysis<|message|>Hm, é {}.<|end|><|start|>assistant"
+        call, result = " to=functions.{}<|channel|>commentary json<|message|>{}<|call|>", "<|start|>functions.{} to=assistant"
+        result += '<|channel|>commentary<|message|>"{}"<|end|><|start|>assistant'
+        asked, history, prompt = {"chat": asked_by_chat, "responses": asked_by_responses}[api], list(USER), None
+        for i, (name, arguments) in enumerate([ZURICH, ("now", "{}"), ZURICH]):
+            text = think.format(i) + call.format(name, arguments)
+            said, calls, content = await asked(chats, history, text, streams)
+            assert ([call[1:] for call in calls], content) == ([(name, arguments)], "")
+            assert prompt in (None, chats.prompt)
+            prompt = chats.prompt + text + result.format(name, f"rain {i}")
+            to_chat = {"role": "tool", "tool_call_id": calls[0][0], "content": f"rain {i}"}
+            to_responses = {"type": "function_call_output", "call_id": calls[0][0], "output": f"rain {i}"}
+            history += [*said, to_chat if api == "chat" else to_responses]
+        _, calls, content = await asked(chats, history, f"{think.format(3)}<|channel|>final<|message|>It rains.", streams)
+        assert (calls, content, chats.prompt) == ([], "It rains.", prompt)
+
+    run(folders["harmony"], scenario)
+
+
+EFFORT = "expected low or medium or high"
+WRONG = [
+    *[({"tool_choice": value}, "tool_choice: no such tool; expected none, auto, required, or .* weather, now; found")
+      for value in ("any", "weather", {"type": "tool", "name": "weather"}, {"type": "function", "name": "weather"},
+                    {"type": "function", "function": {"name": "functions.weather"}})],
+    *[({"reasoning_effort": value}, f"reasoning_effort: not an acceptable value; {EFFORT}; found '{value}'")
+      for value in ("extreme", "High", "", "none", "minimal")],
+    ({"extra_body": {"reasoning_effort": 3}}, "reasoning_effort: wrong type; expected a string or null; found an integer"),
+    ({"extra_body": {"chat_template_kwargs": {"reasoning_effort": 7}}}, f"kwargs.reasoning_effort: .*{EFFORT}; found 7"),
+    *[({"tools": [{"type": kind}]}, rf"tools\[0\].type: a tool of another type; expected function; found {kind}")
+      for kind in ("browser", "python", "custom", "code_interpreter", "mcp")],
+    ({"tools": [], "tool_choice": "required"}, "tool_choice: needs tools; expected none or auto; found required"),
+]  # fmt: skip
+
+
+@on_model("harmony")
+async def test_wrong_requests_of_harmony(chats):
+    """Catches an effort that the model has never seen and that the template writes, and messages that say too little."""
+    for fields, words in WRONG:
+        body = {"model": "fake", "messages": USER, "tools": TOOLS, "timeout": 5} | fields
+        with pytest.raises(openai.BadRequestError, match=words):
+            await chats.client.chat.completions.create(**body)
+    for effort in ("extreme", "xhigh"):
+        with pytest.raises(openai.BadRequestError, match=f"reasoning.effort: .*; {EFFORT}; found '{effort}'"):
+            await chats.client.responses.create(model="fake", input="a", reasoning={"effort": effort}, timeout=5)
+    assert not chats.engine.requests
+    for fields in ({"reasoning_effort": "low"}, {"extra_body": {"chat_template_kwargs": {"reasoning_effort": "low"}}}, {}):
+        await chats.complete("<|channel|>final<|message|>a", **fields)
+        assert chats.prompt.startswith(f"<|start|>system<|message|>Reasoning: {'low' if fields else 'medium'}\n")
+
+
 @on_model("hermes")
 async def test_forced_calls_that_are_cut_off_have_no_content(chats):
     """Wherever: the text before the first call is the grammar's, not the model's."""

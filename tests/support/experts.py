@@ -1,9 +1,17 @@
-"""Routings and 4-bit weights of experts, for tests of their kernels."""
+"""Routings and 4-bit weights of experts, for tests of their kernels, and model folders in MXFP4."""
+
+import shutil
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from minirt.kernels import reference
 from minirt.kernels.moe.route import Routing, most_tiles
+from support.checkpoints import restate, rewrite
+
+LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+STATED = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]}
 
 
 def lists(experts, weights, E, block_t):
@@ -31,3 +39,35 @@ def four_bits(weight, group):
         exact = reference.dequantize_int4(words, scales, weight.shape[2], torch.float64)
     E_N = weight.shape[:2]
     return words.unflatten(0, E_N), scales.unflatten(1, E_N).movedim(1, 0), exact.view(weight.shape)
+
+
+def decoded(blocks, scales):
+    """What blocks [E, N, G, 16] and scales [E, N, G] of MXFP4 stand for, byte by byte: [E, N, 32G] fp64."""
+    E, N, G, _ = blocks.shape
+    values = torch.zeros(E, N, G, 32, dtype=torch.float64)
+    for byte in range(16):
+        for half in range(2):
+            code = (blocks[..., byte].int() >> 4 * half) & 15
+            magnitude = torch.tensor(LEVELS, dtype=torch.float64)[code & 7]
+            values[..., 2 * byte + half] = torch.where(code >= 8, -magnitude, magnitude) * 2.0 ** (scales.double() - 127)
+    return values.flatten(2)
+
+
+def in_mxfp4(plain: Path, folder: Path, exponents: range) -> None:
+    """Write a gpt-oss of `plain` with random experts in MXFP4 to `folder`, and the same numbers in fp32 to `plain`."""
+    generator, stored = torch.Generator().manual_seed(5), {}
+
+    def quantize(tensors):
+        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+            E, K, N = tensors[name].shape
+            blocks = torch.randint(0, 256, (E, N, K // 32, 16), generator=generator, dtype=torch.uint8)
+            scales = 127 + torch.randint(exponents.start, exponents.stop, (E, N, K // 32), generator=generator)
+            stored[f"{name}_blocks"], stored[f"{name}_scales"] = blocks, scales.to(torch.uint8)
+            tensors[name] = decoded(blocks, scales).float().transpose(1, 2)
+        rest = {name: tensor for name, tensor in tensors.items() if not name.endswith(("gate_up_proj", "down_proj"))}
+        folder.mkdir()
+        save_file({name: tensor.contiguous() for name, tensor in (rest | stored).items()}, folder / "model.safetensors")
+        shutil.copy(plain / "config.json", folder)
+        restate(folder, quantization_config=STATED)
+
+    rewrite(plain, quantize)
