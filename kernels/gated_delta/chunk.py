@@ -195,7 +195,7 @@ def _delta_prepare_kernel(qkv_ptr, ba_ptr, weights, work_ptr, u_ptr, w_ptr, p_pt
 
 
 @triton.jit
-def _keep_inputs(x_ptr, x_stride, ring_ptr, channels, start, count, C):
+def keep_inputs(x_ptr, x_stride, ring_ptr, channels, start, count, C):
     """Store a sequence's last inputs in its ring, for `channels`."""
     t = (count - 4 + tl.arange(0, 4))[:, None]
     inside = t >= 0
@@ -255,11 +255,11 @@ def _delta_state_kernel(x_ptr, qkv_ptr, u_ptr, w_ptr, p_ptr, decay_ptr, state, s
                 S = S * tl.exp(now) + product(tl.trans(k), change, C)
             tl.store(matrix + target * C.HV * C.DK * C.DV, S)
             ring_ptr = state.conv + target * C.RING * C.CHANNELS
-            _keep_inputs(inputs, x_stride, ring_ptr, 2 * C.KEYS + h * C.DV + dv, start, end, C)
+            keep_inputs(inputs, x_stride, ring_ptr, 2 * C.KEYS + h * C.DV + dv, start, end, C)
             if tl.program_id(0) == 0:
                 if h % C.GROUP == 0:
-                    _keep_inputs(inputs, x_stride, ring_ptr, q_channels, start, end, C)
-                    _keep_inputs(inputs, x_stride, ring_ptr, C.KEYS + q_channels, start, end, C)
+                    keep_inputs(inputs, x_stride, ring_ptr, q_channels, start, end, C)
+                    keep_inputs(inputs, x_stride, ring_ptr, C.KEYS + q_channels, start, end, C)
                 if C.DRAFTS > 0:
                     tl.store(state.folded + target * C.HV + h, start + end)
             begin = end

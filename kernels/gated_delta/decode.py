@@ -16,7 +16,7 @@ from minirt.kernels.prepared import prepared
 
 
 @triton.jit
-def _token(S, q, k, v, g, beta, scale: tl.constexpr):
+def token(S, q, k, v, g, beta, scale: tl.constexpr):
     """The state [Dk, Dv] after a token, and the token's output [Dv] of scale · q, before the norm.
 
     The output is of the state after the token, S' = e^g S + k changeᵀ. So it is e^g Sᵀq + (k · q) change, and one pass over S
@@ -29,7 +29,7 @@ def _token(S, q, k, v, g, beta, scale: tl.constexpr):
 
 
 @triton.jit
-def _store_output(o, z_ptrs, norm, eps, out_ptrs, D: tl.constexpr):
+def store_output(o, z_ptrs, norm, eps, out_ptrs, D: tl.constexpr):
     """Store the gated norm of a token's output."""
     y = gated_norm(o, tl.load(z_ptrs).to(tl.float32), norm, eps, 0, D)
     tl.store(out_ptrs, y.to(out_ptrs.dtype.element_ty))
@@ -84,10 +84,10 @@ def _delta_decode_kernel(x_ptr, ba_ptr, weights, state, sequences, out_ptr, x_st
         raw_q, raw_k, raw_v = tl.load(x_ptr + q_channels), tl.load(x_ptr + k_channels), tl.load(x_ptr + v_channels)
         g, beta = gates(tl.load(ba_ptr), tl.load(ba_ptr + C.HV), A_log, dt_bias)
         q, k = unit(_newest_tap(q_taps, raw_q), 0), unit(_newest_tap(k_taps, raw_k), 0)
-        S, o = _token(S, q, k, _newest_tap(v_taps, raw_v), g, beta, C.DK**-0.5)
+        S, o = token(S, q, k, _newest_tap(v_taps, raw_v), g, beta, C.DK**-0.5)
         tl.store(S_ptrs, S)
         at = h * C.DV + dv
-        _store_output(o, x_ptr + C.CHANNELS + at, norm, weights.eps, out_ptr + row * C.VALUES + at, C.DV)
+        store_output(o, x_ptr + C.CHANNELS + at, norm, weights.eps, out_ptr + row * C.VALUES + at, C.DV)
         ring_ptr += position % C.RING * C.CHANNELS  # a row that no program of this step reads
         tl.store(ring_ptr + v_channels, raw_v)
         if h % C.GROUP == 0:
@@ -127,26 +127,26 @@ def _delta_drafts_kernel(x_ptr, ba_ptr, weights, state, sequences, out_ptr, x_st
             k = unit(convolve(x_ptr, x_stride, ring_ptr, weights.conv, k_channels, p + 0 * dk, start, dk >= 0, C), 0)
             v = convolve(x_ptr, x_stride, ring_ptr, weights.conv, v_channels, p + 0 * dv, start, dv >= 0, C)
             at = gates_ptr + p % C.RING * 2 * C.HV
-            S, _ = _token(S, k, k, v, tl.load(at), tl.load(at + C.HV), 1.0)
+            S, _ = token(S, k, k, v, tl.load(at), tl.load(at + C.HV), 1.0)
         tl.store(S_ptrs, S)
         tl.store(folded_ptr, start)
         for t in range(tl.where(count <= C.MOST, count, 0)):
-            p, token = start + t, x_ptr + t * x_stride
+            p, x_row = start + t, x_ptr + t * x_stride
             q = unit(convolve(x_ptr, x_stride, ring_ptr, weights.conv, q_channels, p + 0 * dk, start, dk >= 0, C), 0)
             k = unit(convolve(x_ptr, x_stride, ring_ptr, weights.conv, k_channels, p + 0 * dk, start, dk >= 0, C), 0)
             v = convolve(x_ptr, x_stride, ring_ptr, weights.conv, v_channels, p + 0 * dv, start, dv >= 0, C)
             ba = ba_ptr + t * ba_stride
             g, beta = gates(tl.load(ba), tl.load(ba + C.HV), A_log, dt_bias)
-            S, o = _token(S, q, k, v, g, beta, C.DK**-0.5)
+            S, o = token(S, q, k, v, g, beta, C.DK**-0.5)
             head = h * C.DV + dv
             out_ptrs = out_ptr + (row + t).to(tl.int64) * C.VALUES + head
-            _store_output(o, token + C.CHANNELS + head, norm, weights.eps, out_ptrs, C.DV)
+            store_output(o, x_row + C.CHANNELS + head, norm, weights.eps, out_ptrs, C.DV)
             # Rows of the ring that no program of this step reads.
             ring = ring_ptr + p % C.RING * C.CHANNELS
-            tl.store(ring + v_channels, tl.load(token + v_channels))
+            tl.store(ring + v_channels, tl.load(x_row + v_channels))
             if h % C.GROUP == 0:
-                tl.store(ring + q_channels, tl.load(token + q_channels))
-                tl.store(ring + k_channels, tl.load(token + k_channels))
+                tl.store(ring + q_channels, tl.load(x_row + q_channels))
+                tl.store(ring + k_channels, tl.load(x_row + k_channels))
             at = gates_ptr + p % C.RING * 2 * C.HV
             tl.store(at, g)
             tl.store(at + C.HV, beta)

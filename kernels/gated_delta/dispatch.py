@@ -1,7 +1,8 @@
 """`gated_delta_net`: a gated DeltaNet layer's step after its projections, for any mix of prompts and single tokens.
 
 A step of single tokens is one kernel, `decode`. In other steps, `decode` computes the sequences of one new token (of up to n, if
-steps of n tokens can be undone), and the kernels of `chunk` the others. A sequence's result does not depend on the others.
+steps of n tokens can be undone), and the kernels of `chunk` the others. A sequence's result does not depend on the others. In an
+invariant step, `tokens` computes all.
 """
 
 from typing import Any
@@ -13,10 +14,14 @@ from minirt.kernels.checks import check_arguments
 from minirt.kernels.gated_delta.chunk import chunk
 from minirt.kernels.gated_delta.decode import decode
 from minirt.kernels.gated_delta.operands import WIDTH, GatedDeltaInput, GatedDeltaSequences, GatedDeltaState, GatedDeltaWeights
+from minirt.kernels.gated_delta.tokens import tokens
 from minirt.kernels.regimes import Limits, Regime, SumOrder
 
 _LIMITS = Limits(("fp16", "fp32"))
-DECODE = (Regime("gated_delta_decode", "sequences", 1, limits=_LIMITS, sums=SumOrder("threads")),)
+DECODE = (
+    Regime("gated_delta_decode", "sequences", 1, limits=_LIMITS, sums=SumOrder("threads")),
+    Regime("gated_delta_tokens", "sequences", 1, limits=_LIMITS, sums=SumOrder("threads", invariant=True)),
+)
 CHUNK = (Regime("gated_delta_chunk", "tokens", 1, limits=_LIMITS, sums=SumOrder("steps")),)
 # The number of prompts at which a configuration ends depends on the model and the GPU. The last is at least twice the first, so
 # between them is a power of two.
@@ -34,7 +39,7 @@ CASES = [  # contexts: tokens of each sequence before its new ones
 
 def gated_delta_net(
     qkvz: Tensor, ba: Tensor, weights: GatedDeltaWeights, state: GatedDeltaState, sequences: GatedDeltaSequences,
-    max_query_len: int, out: Tensor | None = None, *, pdl: bool = False, check: bool = True,
+    max_query_len: int, out: Tensor | None = None, *, invariant: bool = False, pdl: bool = False, check: bool = True,
 ) -> Tensor:  # fmt: skip
     """Convolution, gates, gated delta rule and gated norm of new tokens; updates the state of the sequences' slots.
 
@@ -42,6 +47,7 @@ def gated_delta_net(
         qkvz: [T, 2·Hk·Dk + 2·Hv·Dv], heads of q, of k, of v and of z. Rows may be apart. Dk and Dv are 16, 32, 64 or 128.
         ba: [T, 2·Hv], b and a of each value head. Rows may be apart.
         max_query_len: upper bound of a sequence's new tokens.
+        invariant: whether a token's bits must not depend on the number of new tokens, see `SumOrder.invariant`.
         pdl: overlap with the kernel before it in the stream (sm_90 and later); only if `max_query_len` is 1.
     Returns:
         [T, Hv·Dv]. Rows of padding are not written.
@@ -58,6 +64,9 @@ def gated_delta_net(
         return out
     alone = max_query_len <= max(1, state.drafts)
     a = GatedDeltaInput(qkvz, ba, weights, state, sequences, out, max_query_len, pdl and alone)
+    if invariant:
+        tokens(a)
+        return out
     if not alone and not state.drafts:
         chunk(a)
     decode(a)

@@ -190,7 +190,7 @@ def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
     return triton_unsupported(layer, device)
 
 
-@register("gated_delta_net", "triton", unsupported=_triton_unsupported, capturable=True)
+@register("gated_delta_net", "triton", unsupported=_triton_unsupported, capturable=True, batch_invariant=True)
 def triton(layer: GatedDeltaNet) -> Forward:
     """Kernels of one token: norm + projections (two products if quantized); convolution, rule, gated norm; output + residual."""
     from minirt.kernels.gated_delta.dispatch import gated_delta_net
@@ -215,7 +215,9 @@ def triton(layer: GatedDeltaNet) -> Forward:
             batch.adapters.add(proj_ba, ba, x, norm.weight, eps)
         starts, lengths = batch.query_starts_device, batch.seq_lens_device
         sequences = operands.GatedDeltaSequences(starts, lengths, batch.seq_slots, batch.snapshots)
-        y = gated_delta_net(qkvz, ba, layer.weights(), state, sequences, batch.max_query_len, pdl=pdl, check=False)
+        y = gated_delta_net(
+            qkvz, ba, layer.weights(), state, sequences, batch.max_query_len, invariant=context.invariant, pdl=pdl, check=False
+        )
         if batch.adapters is not None:
             batch.adapters.add(out_proj, x, y)
         if layer.sharded:

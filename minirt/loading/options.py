@@ -160,8 +160,8 @@ class LoadOptions(Settings):
     batch_invariant: bool = setting(
         "A request's tokens and log-probabilities do not depend on other requests, chunks, cached prefixes or drafts, to the "
         "last bit.", False, scope="model", check=switch,
-        details="On a GPU, for models of attention (heads of at most 256 channels), MLP layers and mixtures; experts in FP8 need "
-        "Hopper. Others are refused. Steps take longer.",
+        details="On a GPU, for models of attention (heads of at most 256 channels), gated DeltaNet, MLPs and mixtures; experts "
+        "in FP8 need Hopper. Others are refused. Steps take longer.",
         elsewhere={"vLLM": "VLLM_BATCH_INVARIANT", "SGLang": "enable_deterministic_inference"})
     max_step_ms: float = setting(
         "On a GPU: milliseconds that a step may spend on prompts while other requests decode; 0: no limit.", 60.0,

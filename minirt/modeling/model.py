@@ -260,7 +260,7 @@ def _check_invariance(layer: Layer, chosen: Implementation, why: str) -> None:
     """Refuse a layer whose results may depend on what else a step computes. why: this implementation was chosen."""
     if not chosen.batch_invariant:
         what = f"{layer.name}: implementation {chosen.name!r} ({why}) cannot be batch-invariant"
-        expected = "attention and MLP layers on a GPU, or layers that declare it"
+        expected = "Triton's layers on a GPU, or layers that declare it"
         raise UnsupportedError(what, where="--batch-invariant", expected=expected)
 
 

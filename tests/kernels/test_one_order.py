@@ -2,8 +2,8 @@
 after the other, whatever the tile, a result tells in which order a kernel adds.
 
 Catches: parts of K chosen by the number of tokens, or put together in another order; 4-bit weights that are rounded for prompts
-and not for one token; a router, experts or a sum over experts with other kernels, or one scale, for some steps. Each fault is
-planted as well, and has to be seen. `test_invariant.py` has what only a GPU shows.
+and not for one token; K and V of a prefix by another shape; a router, experts or a sum over experts with other kernels, or one
+scale, for some steps. Each fault is planted as well, and has to be seen. `test_invariant.py` has what only a GPU shows.
 """
 
 from dataclasses import replace
@@ -15,6 +15,8 @@ from triton import language
 from triton.runtime import interpreter
 
 from minirt.kernels import reference
+from minirt.kernels.attention.dispatch import attention
+from minirt.kernels.attention.operands import AttentionInput, KVPages, Rope, Scores, Sequences
 from minirt.kernels.launch import Workspace
 from minirt.kernels.linear import gemm_int4
 from minirt.kernels.linear.dispatch import linear
@@ -127,6 +129,48 @@ def test_planted_faults_are_seen(plant, kind, monkeypatch):
     """Catches a comparison that sees nothing."""
     plant(monkeypatch)
     assert rows_differ(of_product("plain", kind))
+
+
+def last_outputs(sizes, dtype=torch.float16, Nq=2, Nkv=1, D=64):
+    """QKV and attention of a sequence that is computed in chunks of these sizes: the output of its last token."""
+    gen, H, page, T = torch.Generator().manual_seed(D), 384, 16, sum(sizes)
+    x, weight = torch.randn(T, H, generator=gen), torch.randn((Nq + 2 * Nkv) * D, H, generator=gen).to(dtype) / H**0.5
+    cos_sin, norms = torch.randn(64, D, generator=gen), [torch.randn(D, generator=gen).to(dtype) for _ in range(2)]
+    pages = KVPages(*(torch.full((4, page, Nkv, D), torch.nan, dtype=dtype) for _ in range(2)))
+    table, workspace, start = torch.tensor([[2, 0, 3, 1]], dtype=torch.int32), Workspace("cpu", invariant=True), 0
+    for size in sizes:
+        h, end = x[start : start + size].to(dtype), start + size
+        heads = linear(Product(h, weight, torch.full((size, len(weight)), torch.nan).to(dtype), workspace=workspace))
+        positions = torch.arange(start, end)
+        slots = table[0].long()[positions // page] * page + positions % page
+        ints = lambda *values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
+        a = AttentionInput(
+            heads, pages, Sequences(table, ints(end), ints(0, 1), None if size == 1 else ints(0, size)), Scores(D**-0.5),
+            torch.full((size, Nq, D), torch.nan).to(dtype), Rope(cos_sin, *norms, 1e-6), positions, slots, workspace, 1, end,
+            size,
+        )  # fmt: skip
+        out, start = attention(a)[-1], end
+    return out, pages
+
+
+def test_a_prefix_has_the_bits_of_any_chunks():
+    whole, pages = last_outputs((23,))
+    for sizes in ((22, 1), (1, 2, 19, 1)):
+        out, others = last_outputs(sizes)
+        assert torch.equal(out, whole)
+        assert torch.equal(others.k.nan_to_num(), pages.k.nan_to_num())
+        assert torch.equal(others.v.nan_to_num(), pages.v.nan_to_num())
+
+
+def test_a_prefix_that_another_shape_has_written_is_seen(monkeypatch):
+    """Its K and V are of a product with other parts. Catches a comparison that sees nothing."""
+    facts = Product.facts
+    monkeypatch.setattr(
+        Product, "facts", lambda self, tokens, *rest: facts(self, tokens, *rest)._replace(part=128 if tokens > 16 else 256)
+    )
+    (whole, pages), (out, others) = (last_outputs(sizes, torch.float32) for sizes in ((23,), (1, 2, 19, 1)))
+    assert not torch.equal(pages.k.nan_to_num(), others.k.nan_to_num())
+    assert not torch.equal(out, whole)
 
 
 def of_mixture(kind, shared=False, E=6, k=3, H=264, inter=72):

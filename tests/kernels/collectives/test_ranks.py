@@ -1,7 +1,9 @@
 """Ranks in processes that add up and gather at the same time: in Triton's interpreter on shared memory, or on two GPUs."""
 
 import os
+import sys
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,15 @@ from minirt.kernels.collectives import reference
 from minirt.kernels.collectives.gather_maxima import gather_maxima
 from minirt.kernels.collectives.peers import Peers, connect, mailbox_of
 from minirt.kernels.norm import rms_norm
+
+ROOT = str(Path(__file__).parents[3])
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    """Processes of a test import it by its name, as pytest does."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]))
+    monkeypatch.setattr(sys, "path", [ROOT, *sys.path])
 
 HIDDEN, ROWS = 96, 5
 BITS = {torch.float32: torch.int32, torch.float16: torch.int16}

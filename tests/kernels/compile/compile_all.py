@@ -512,6 +512,7 @@ def all_gated_delta(calls: Calls) -> None:
             rest = (both[:, : -2 * Hv], both[:, -2 * Hv :], weights, state, sequences)
             for longest in (1,) if T == 2 else (200, 20):  # one prompt, and many
                 gated_delta.gated_delta_net(*rest, longest, pdl=calls.pdl)
+            gated_delta.gated_delta_net(*rest, T, invariant=True, pdl=calls.pdl)
 
 
 def step_table(calls: Calls) -> None:

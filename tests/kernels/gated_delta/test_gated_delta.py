@@ -89,8 +89,8 @@ def truth(layer: Net, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, Tensor]:
 class Served:
     """Sequences that are computed in steps, by the reference or by the kernels."""
 
-    def __init__(self, layer, dtype, device, slots, kernels, drafts=0):
-        self.own, self.kernels, self.lengths = layer, kernels, {}
+    def __init__(self, layer, dtype, device, slots, kernels, drafts=0, invariant=False):
+        self.own, self.kernels, self.lengths, self.invariant = layer, kernels, {}, invariant
         self.state, self.device = layer.state(slots, dtype, device, drafts), device
 
     def step(self, members: list[tuple[int, Tensor, Tensor]], padding: int = 0, snapshots=None, longest=0) -> list[Tensor]:
@@ -113,7 +113,10 @@ class Served:
                 None if snapshots is None else ints([(each + [(-1, -1)] * 2)[:2] for each in snapshots + [[]] * padding]),
             )  # fmt: skip
             out = qkvz.new_full((len(qkvz), self.own.Hv * self.own.Dv), torch.nan)
-            dispatch.gated_delta_net(qkvz, ba, self.own.weights, self.state, sequences, max(*counts, longest), out)
+            longest = max(*counts, longest)
+            dispatch.gated_delta_net(
+                qkvz, ba, self.own.weights, self.state, sequences, longest, out, invariant=self.invariant
+            )
             assert out[sum(counts) :].isnan().all()
         else:
             out = reference.gated_delta_net(qkvz, ba, self.own.weights, self.state, counts, lens, slots, snapshots or ())
@@ -355,6 +358,37 @@ def test_warm_up_launches_every_width_of_programs(Hv, sms, drafts, seqs, monkeyp
     assert config(2048, 2048) == config(90, 90)  # of a CUDA graph
     assert (config(90, 90).num_stages == 3) == (2 * Hv <= sms)
     assert config(64 * 90, 90).num_stages == 1
+
+
+@pytest.mark.parametrize("drafts", [0, 2, 5])
+def test_an_invariant_step_has_one_form(drafts, make, device, agrees):
+    """Outputs, states and kept states, bit for bit, of chunks of any length, and after drafts that are undone. Catches chunks for
+    prompts, inputs that a program overwrites before another reads them, a kept state of another token."""
+    dtype, layer = torch.float32, net(make, torch.float32, Hk=1, Hv=2, Dk=16, Dv=32)
+    x, ba = inputs(make, layer, 70, dtype)
+    other_x, other_ba = inputs(make, layer, 9, dtype)
+    expected, _ = truth(layer, x, ba)
+    results = []
+    for sizes in ((70,), (1, 2, 3, 1, 5, 57, 1), (66, 1, 1, 1, 1)):
+        served = Served(layer, dtype, device, 5, True, drafts, True)
+        rows, done = [], 0
+        for i, (part, gates) in enumerate(chunks_of(x, ba, sizes)):
+            snapshots = [[(3, 64)]] if len(part) > 64 else None
+            if drafts and i in (2, 4):  # tokens that are not kept
+                served.step([(2, other_x[:drafts], other_ba[:drafts])])
+                served.undo(2, done)
+            members = [(2, part, gates)] + [(0, other_x, other_ba)] * (i == 3)
+            rows.append(served.step(members, 1, None if snapshots is None else snapshots + [[]] * (i == 3))[0])
+            done += len(part)
+        served.step([(2, other_x, other_ba)])  # after which all is folded
+        results.append((torch.cat(rows), served.state.recurrent[2].clone(), served.state.recurrent[3:].clone()))
+    out, state, kept = results[0]
+    assert ((out - expected).norm() / expected.norm()).item() < 1e-5
+    assert all(torch.equal(other, out) and torch.equal(end, state) for other, end, _ in results)
+    assert torch.equal(results[2][2][0], kept[0])
+    served.lengths[3] = 64  # what follows a kept state is what follows the sequence
+    (rest,) = served.step([(3, x[64:], ba[64:])])
+    assert torch.equal(rest, out[64:])
 
 
 @pytest.mark.parametrize("count", [1, 70])
