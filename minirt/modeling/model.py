@@ -183,7 +183,8 @@ class Model:
             rows.append(PlanRow(layer.name, layer.kind, *bound[id(layer)], dtype, formats, size, capturable))
         checkpoint, notes = (self.formats.checkpoint, self.formats.notes) if self.formats else (None, ())
         device, size = str(self.device), self.num_parameters
-        self.plan = Plan(tuple(rows), device, not_capturable(rows, device), checkpoint, notes, self.config.model_type, size)
+        reason, sharded = not_capturable(rows, device), any(p.sharded for p in self.parameters())
+        self.plan = Plan(tuple(rows), device, reason, checkpoint, notes, self.config.model_type, size, sharded)
         return self.plan
 
     def _bind(self, layer: Layer, wanted: str, why: str) -> tuple[str, str]:

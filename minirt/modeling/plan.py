@@ -55,6 +55,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     model_type: str = ""
     num_parameters: int = 0
+    sharded: bool = False
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -72,7 +73,8 @@ class Plan:
     @property
     def title(self) -> str:
         """"qwen2 · 494.0 M parameters · cpu"."""
-        return printable(f"{self.model_type} · {self.num_parameters / 1e6:,.1f} M parameters · {self.device}")
+        count = f"{self.num_parameters / 1e6:,.1f} M parameters{' in the share of a rank' * self.sharded}"
+        return printable(f"{self.model_type} · {count} · {self.device}")
 
     @property
     def remarks(self) -> list[str]:

@@ -146,11 +146,13 @@ class _Alone(Ranks):
 
 
 def test_the_plan_needs_no_gpus(large):
-    """Catches a plan of a share that counts whole weights or KV heads."""
-    (_, one), (model, two) = (plan_load(LoadOptions(model=large, device="cpu", tensor_parallel=n)) for n in (1, 2))
+    """Catches a plan of a share that counts whole weights or KV heads, or shows the count as that of the model."""
+    (whole, one), (model, two) = (plan_load(LoadOptions(model=large, device="cpu", tensor_parallel=n)) for n in (1, 2))
     assert two.page * 2 == one.page
     assert one.weights / 2 < two.weights < 0.6 * one.weights
     assert model.plan.weight_bytes == two.weights
+    assert "parameters in the share of a rank · cpu" in model.plan.title
+    assert "parameters · cpu" in whole.plan.title
 
 
 def test_random_weights(large):
