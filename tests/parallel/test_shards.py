@@ -12,6 +12,8 @@ from support import hybrids, model_cases, mtp, quantized, quantized_int4
 
 from minirt import Generator, LoadOptions, SamplingParams
 from minirt.errors import UnsupportedError
+from minirt.kernels import reference
+from minirt.layers import base
 from minirt.loading.load import load, plan_load, plan_model
 from minirt.modeling.parameters import Shard
 from minirt.parallel.ranks import Ranks
@@ -113,6 +115,19 @@ def test_drafts(tmp_path):
     """Catches a draft model whose share is the whole, or that proposes from a part of the logits."""
     mtp.make(tmp_path, intermediate_size=96)
     check(tmp_path, 2, speculative={"method": "mtp", "num_speculative_tokens": 2, "adaptive": False})
+
+
+def test_an_implementation_of_users_that_adds_nothing_is_refused(tmp_path, monkeypatch):
+    """Catches the product of one rank taken for that of all: no output shows it."""
+    monkeypatch.setattr(base, "_REGISTRY", {**base._REGISTRY})
+
+    @base.register("mlp", "mine")
+    def mine(layer):
+        return lambda x, batch, kv: x + reference.linear(x, layer.gate_up.weight)[:, :48] @ layer.down.weight.T
+
+    model_cases.make("smollm3", tmp_path, **EVEN)
+    with pytest.raises(UnsupportedError, match="'mine' does not add the products of all ranks"):
+        check(tmp_path, 2, impl=["auto", "layers.1.mlp=mine"])
 
 
 @pytest.mark.parametrize(("case", "count", "changes", "words"), [
