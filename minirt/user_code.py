@@ -8,6 +8,8 @@ from typing import Any
 
 from minirt.errors import InputError, inside
 
+imported: list[str] = []  # the files that have run, in order: other ranks run them, too
+
 
 def import_file(path: str) -> None:
     """Import a Python file under its name without the suffix, once. Modules beside it can be imported, after all others.
@@ -35,6 +37,7 @@ def import_file(path: str) -> None:
             raise
         what = f"running it fails: {type(error).__name__}: {error}"
         raise InputError(what, where=place, hint="--debug shows the traceback") from error
+    imported.append(str(file))
 
 
 def named(value: Any, where: str) -> Any:

@@ -37,6 +37,7 @@ _WRAPPERS = ("_orig_mod.", "module.", "_fsdp_wrapped_module.")
 # Bytes of a file that a thread reads or maps at a time, unless one tensor is larger. So the whole file never counts as the
 # process's memory.
 PART_BYTES = 16 << 20
+GAP_BYTES = 64 << 10  # of a file between what is used; smaller gaps are read, too: it takes less time than a read for each part
 MAX_PINNED = 128 << 20  # bytes of a thread's pinned buffer; a tensor that is larger, and not read in pieces, is mapped
 THREADS = 4  # that fill a GPU's memory
 MAX_SHOWN = 200  # characters of a name or a text from a file in a message
@@ -88,13 +89,19 @@ Entries = Mapping[str, Entry]  # by name
 
 
 class _Piece(NamedTuple):
-    """A range of a tensor's first dimension from `first` on, or the whole tensor. `start`: its place in the file, in bytes."""
+    """A range of a tensor's first dimension from `first` on, or the whole tensor.
+
+    Attributes:
+        start: its place in the file, in bytes.
+        used: of each so many bytes (the last number), how many are used, and from where on; None: all.
+    """
 
     entry: Entry
     first: int
     shape: tuple[int, ...]
     start: int
     nbytes: int
+    used: tuple[int, int, int] | None = None
 
 
 def read_header(path: Path) -> Iterator[Entry]:
@@ -346,8 +353,9 @@ def load(
     """
     wanted, unused, biases = match(model, entries, allow_unused)
     tied = [entries[n] for n in entries if n not in wanted and _tied_copy(model, n)]
-    work = [piece for name, of in wanted.items() for piece in _pieces(entries[name], of[1].pieces, _needed(*of))]
-    total, done = sum(piece.nbytes for piece in work), 0
+    work = [piece for name, of in wanted.items() for piece in _pieces(entries[name], of[1].pieces, _used(*of))]
+    if check_weights or change is not None:
+        work = [piece._replace(used=None) for piece in work]
 
     def place(piece: _Piece, tensor: torch.Tensor) -> None:
         entry, (holders, spec) = piece.entry, wanted[piece.entry.name]
@@ -363,6 +371,7 @@ def load(
                 holder.load(entry.name, tensor, piece.first)
 
     groups = _groups(work)
+    total, done = _read_bytes(work), 0
     on_gpu = model.device.type == "cuda"
     buffers = PinnedBuffers(_buffer_bytes(groups), model.device) if on_gpu else None
     pool = ThreadPoolExecutor(THREADS if on_gpu else 1)
@@ -384,24 +393,30 @@ def load(
     return total, unused
 
 
-def _needed(holders: Sequence[Parameter], spec: TensorSpec) -> tuple[int, int]:
-    """The range of a tensor's first dimension that its holders use."""
-    ranges = [holder.needed(spec) for holder in holders]
-    return min(first for first, _ in ranges), max(stop for _, stop in ranges)
+def _used(holders: Sequence[Parameter], spec: TensorSpec) -> tuple[int, int, int] | None:
+    """What all holders of a tensor use of it (`Parameter.used`), if that is the same, and no value is checked."""
+    used = {holder.used(spec) for holder in holders}
+    return used.pop() if len(used) == 1 and spec.scale is None and spec.values is None else None
 
 
-def _pieces(entry: Entry, may_be_split: bool = False, needed: tuple[int, int] | None = None) -> Iterator[_Piece]:
-    """The tensor as a whole, or in pieces of at most PART_BYTES if its first dimension may be split. `needed`: a range of it."""
+def _pieces(entry: Entry, may_be_split: bool = False, used: tuple[int, int, int] | None = None) -> Iterator[_Piece]:
+    """The tensor as a whole, or in pieces of at most PART_BYTES if its first dimension may be split. `used`: see `Parameter`."""
     count, *rest = entry.shape or (1,)
-    begin, end = needed if needed is not None and may_be_split else (0, count)
+    begin, end, size = 0, count, entry.nbytes // max(1, count)
+    if used is not None and entry.nbytes:
+        item = entry.nbytes // math.prod(entry.shape)
+        start, kept, period = used = used[0] * item, used[1] * item, used[2] * item
+        if period == entry.nbytes and may_be_split and not (start % size or kept % size):
+            begin, end, used = start // size, (start + kept) // size, None
+        elif period < entry.nbytes and period - kept < GAP_BYTES:
+            used = None
     if not may_be_split or (entry.nbytes <= PART_BYTES and (begin, end) == (0, count)):
-        yield _Piece(entry, 0, entry.shape, entry.start, entry.nbytes)
+        yield _Piece(entry, 0, entry.shape, entry.start, entry.nbytes, used)
         return
-    size = entry.nbytes // count
     step = max(1, PART_BYTES // size)
     for first in range(begin, end, step):
         rows = min(step, end - first)
-        yield _Piece(entry, first, (rows, *rest), entry.start + first * size, rows * size)
+        yield _Piece(entry, first, (rows, *rest), entry.start + first * size, rows * size, used)
 
 
 def _groups(pieces: Iterable[_Piece]) -> list[list[_Piece]]:
@@ -485,7 +500,9 @@ def _read(group: Sequence[_Piece], place: Callable[[_Piece, torch.Tensor], None]
     try:
         with path.open("rb", buffering=0) as file:
             if size and buffers is not None and size <= buffers.nbytes:
-                _fill(memory := buffers.of_thread(), file, begin, size)
+                memory = buffers.of_thread()
+                for start, stop in _ranges(group):
+                    _fill(memory, file, start, stop - start, start - begin)
             elif size:
                 before = begin % mmap.ALLOCATIONGRANULARITY
                 # ACCESS_COPY, since PyTorch warns of memory that it may not write. Nothing is written, so nothing is copied.
@@ -496,7 +513,23 @@ def _read(group: Sequence[_Piece], place: Callable[[_Piece, torch.Tensor], None]
         dtype, count, offset = _DTYPES[piece.entry.dtype], math.prod(piece.shape), before + piece.start - begin
         tensor = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset) if count else torch.empty(0, dtype=dtype)
         place(piece, tensor.view(piece.shape))
-    return sum(piece.nbytes for piece in group)
+    return _read_bytes(group)
+
+
+def _ranges(group: Sequence[_Piece]) -> list[tuple[int, int]]:
+    """(begin, end) of the parts of a file that a group is read from: what is used, and gaps of less than GAP_BYTES."""
+    ranges = list[tuple[int, int]]()
+    for piece in group:
+        first, count, period = piece.used or (0, piece.nbytes, max(1, piece.nbytes))
+        for start in range(piece.start + first, piece.start + piece.nbytes, period):
+            begin = ranges.pop()[0] if ranges and start - ranges[-1][1] < GAP_BYTES else start
+            ranges.append((begin, start + count))
+    return ranges
+
+
+def _read_bytes(group: Iterable[_Piece]) -> int:
+    """Bytes of a group that are used."""
+    return sum(piece.nbytes if piece.used is None else piece.nbytes // piece.used[2] * piece.used[1] for piece in group)
 
 
 def _size(group: Sequence[_Piece]) -> int:
@@ -509,13 +542,13 @@ def _buffer_bytes(groups: Iterable[Sequence[_Piece]]) -> int:
     return max((size for size in map(_size, groups) if size <= MAX_PINNED), default=0)
 
 
-def _fill(memory: mmap.mmap, file: FileIO, begin: int, size: int) -> None:
-    """Read `size` bytes of the file, from `begin` on, into `memory`. A single read may return fewer, so it is repeated."""
+def _fill(memory: mmap.mmap, file: FileIO, begin: int, size: int, place: int = 0) -> None:
+    """Read `size` bytes of the file, from `begin` on, to a place in `memory`. A single read may return fewer: it is repeated."""
     file.seek(begin)
     with memoryview(memory) as view:
         done = 0
         while done < size:
-            with view[done:size] as rest:
+            with view[place + done : place + size] as rest:
                 count = file.readinto(rest)
             if not count:
                 raise OSError(f"it ends after {begin + done} bytes")

@@ -8,7 +8,7 @@ and 128 columns. 4 bits: packed words and scale words. See `reference.linear`.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, prod
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -58,11 +58,23 @@ class Axis(NamedTuple):
         """What a tensor of `whole` rows or columns has of `count`, from `start` on."""
         if source.shape[self.dimension] == 1 < whole:  # a scale of all
             return source
+        first, size = self._place(start, count, whole, name)
+        return source.narrow(self.dimension, first, size)
+
+    def used(self, spec: TensorSpec, start: int, count: int, whole: int) -> tuple[int, int, int] | None:
+        """The same as ranges of the tensor's values; see `Parameter.used`."""
+        if spec.shape[self.dimension : self.dimension + 1] in ((), (1,)):
+            return None
+        first, size = self._place(start, count, whole, spec.name)
+        inner = prod(spec.shape[self.dimension + 1 :])
+        return first * inner, size * inner, spec.shape[self.dimension] * inner
+
+    def _place(self, start: int, count: int, whole: int, name: str) -> tuple[int, int]:
         unit = self.unit or self.group
         if start % unit or (count % unit and start + count < whole):
             what, expected = f"a rank's {count} of {whole} rows or columns are not whole groups", f"a multiple of {unit}"
             raise UnsupportedError(what, where=name, expected=expected, found=count, hint="use another --tensor-parallel")
-        return source.narrow(self.dimension, start // self.group, -(-count // self.group))
+        return start // self.group, -(-count // self.group)
 
 
 class PackedTensors(NamedTuple):

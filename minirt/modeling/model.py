@@ -193,14 +193,15 @@ class Model:
         try:
             chosen = implementation(layer.kind, wanted)
         except UnsupportedError as error:
-            raise error.at(why) from error
+            hint = "a file may register it, with minirt.user_code.import_file or `minirt serve --import FILE`; all ranks run it"
+            raise error.changed(where=why, hint=hint) from error
         reason = chosen.unsupported(layer, self.device)
         if reason is not None:
             raise UnsupportedError(f"{wanted} cannot run {layer.name}: {reason}", where=why)
         if self.batch_invariant:
             _check_invariance(layer, chosen, why)
         if not isinstance(self.device, AbsentGPU):  # there, Triton would be imported for nothing, and need not be installed
-            layer.bind(chosen)
+            layer.bind(chosen if self.ranks is None else self.ranks.checked(chosen))
         return wanted, why
 
     def _automatic(self, layer: Layer) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from math import gcd
+from math import gcd, prod
 from typing import Any
 
 import torch
@@ -146,9 +146,9 @@ class Parameter(ABC):
         used again after the call, so the copy must have ended by then: no view of `source`, and no `non_blocking` copy.
         """
 
-    def needed(self, spec: TensorSpec) -> tuple[int, int]:
-        """The range of a tensor's first dimension that `load` uses, if the spec has `pieces`."""
-        return 0, spec.shape[0]
+    def used(self, spec: TensorSpec) -> tuple[int, int, int] | None:
+        """(first, count, period): of each `period` values of a tensor, `load` uses `count`, from `first` on. None: all."""
+        return None
 
     @abstractmethod
     def randomize(self, generator: torch.Generator) -> None:
@@ -228,10 +228,19 @@ class PackedLinear(Parameter):
             return self.format.tensors(name, rows, self.stored_columns)
         return iter((TensorSpec(f"{name}.weight", (rows, self.stored_columns), pieces=True),))
 
-    def needed(self, spec: TensorSpec) -> tuple[int, int]:
-        (part, _), *others = self._places[spec.name.rpartition(".")[0]]
-        alone = part.of is None and part.whole is not None and not others
-        return (part.start, part.start + part.rows) if alone else (0, spec.shape[0])
+    def used(self, spec: TensorSpec) -> tuple[int, int, int] | None:
+        prefix, _, what = spec.name.rpartition(".")
+        (part, _), *others = self._places[prefix]
+        rows, columns = (Axis(0), Axis(1)) if self.format is None or what == "bias" else self.format.axes(what)
+        if self._cuts_columns and columns is not None and what != "bias":
+            return columns.used(spec, self.first_column, self.in_features, self.stored_columns)
+        if rows is not None and part.whole is not None and part.of is None and not others:
+            return rows.used(spec, part.start, part.rows, part.whole)
+        return None
+
+    @property
+    def _cuts_columns(self) -> bool:
+        return self.in_features < self.stored_columns and not (self.format and self.format.whole_rows)
 
     def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
         if self.format is None:
@@ -362,8 +371,16 @@ class PackedExperts(PackedLinear):
     def compile_key(self) -> tuple[Hashable, ...]:
         return *super().compile_key(), self.num_experts
 
-    def needed(self, spec: TensorSpec) -> tuple[int, int]:
-        return (0, spec.shape[0]) if self.fused or self.has_bias else super().needed(spec)
+    def used(self, spec: TensorSpec) -> tuple[int, int, int] | None:
+        if not (self.fused or self.has_bias):
+            return super().used(spec)
+        (_, first, *others), part, K = spec.shape, self.parts[0], self.stored_columns
+        transposed, turns = self.has_bias and spec.name in self.modules, self.parts_in_turn if self.has_bias else 1
+        if self._cuts_columns and others:
+            size = first * others[0] if transposed else prod(others)  # values of all columns
+            return self.first_column * size // K, self.in_features * size // K, size
+        size = turns * (1 if transposed else prod(others))  # values of a row of each part
+        return None if part.whole is None else (part.start * size, part.rows * size, part.whole * size)
 
     def _of_rank(self, rows: Tensor, name: str, group: int = 1) -> Tensor:
         """[n, parts, rows, K / group] of all ranks → [n · parts · rows, K / group] of this one."""

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from minirt.engine.execute.runner import Forward, Runner
-from minirt.errors import MinirtError, RankFailedError
+from minirt.errors import MinirtError
 from minirt.generator import Generator
 from minirt.loading.options import LoadOptions
 from minirt.modeling.parameters import Shard
 from minirt.parallel.messages import Ring, unpack
-from minirt.parallel.ranks import BEAT_SECONDS, Ranks
+from minirt.parallel.ranks import BEAT_SECONDS, Ranks, failed
+from minirt.user_code import import_file
 
 
 class _Leader:
@@ -81,6 +82,8 @@ def main(descriptor: int, memory: int) -> int:
     threading.Thread(target=leader.beat, daemon=True).start()
     start = leader.start()
     try:
+        for file in start["imports"]:
+            import_file(file)
         options = LoadOptions(**start["options"])
         ranks, device = options.tensor_parallel, torch.device(options.device)
         if device.type == "cuda":
@@ -91,12 +94,11 @@ def main(descriptor: int, memory: int) -> int:
         generator = Generator._of_rank(options, this)
         leader.say("serving")
         follow(generator._engine.engine._runner, ring, start["rank"] - 1, leader)
-    except MinirtError as error:
-        leader.say({"class": type(error).__name__} | {name: _text(getattr(error, name)) for name in _FIELDS})
-        return 1
     except Exception as error:
-        sys.excepthook(*sys.exc_info())
-        leader.say({"class": RankFailedError.__name__, "what": f"{type(error).__name__}: {error}"})
+        if not isinstance(error, MinirtError):
+            sys.excepthook(*sys.exc_info())
+            error = failed(error)
+        leader.say({"class": type(error).__name__} | {name: _text(getattr(error, name)) for name in _FIELDS})
         return 1
     return 0
 

@@ -22,10 +22,13 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from minirt import errors
-from minirt.device import pick_device
+from minirt.device import is_out_of_memory, pick_device
+from minirt.engine.execute.sampler import StepOutOfMemory
 from minirt.errors import DeviceError, MinirtError, RankFailedError, UnsupportedError
+from minirt.layers.base import BUILT_IN, Forward, Implementation, Layer
 from minirt.loading.options import LoadOptions
 from minirt.modeling.parameters import Shard
 from minirt.parallel.messages import Ring, pack
@@ -33,12 +36,23 @@ from minirt.parallel.reduction import Reduction
 from minirt.parallel.runner import RankRunner
 from minirt.settings import settings_of
 from minirt.speculative.options import SpeculativeOptions
+from minirt.step.batch import Batch
+from minirt.step.kv_cache import LayerCache
+from minirt.user_code import imported
 
 BEAT_SECONDS = 0.5  # between signs of life of a rank
 SILENT_SECONDS = 6.0  # without one, a rank counts as stopped
 START_SECONDS = 120.0  # until all ranks have imported what they need
 STEP_SECONDS = 120.0  # that a step may take until it is queued, or until its tokens are there
 _ALONE = ("layers", "capture", "edits")  # settings with functions, or whose results other ranks do not have
+
+
+def failed(error: BaseException) -> RankFailedError:
+    """The error of a rank whose step has raised an exception."""
+    if isinstance(error, StepOutOfMemory) or is_out_of_memory(error):
+        hint = "load the model again, with less --kv-cache-memory or --max-num-seqs, to leave more for activations"
+        return RankFailedError("no memory left for a step", found=str(error).strip().partition("\n")[0], hint=hint)
+    return RankFailedError(f"{type(error).__name__}: {error}", hint="load the model again")
 
 
 class Ranks:
@@ -69,6 +83,27 @@ class Ranks:
         least = self.reduction.least(values)
         of_windows = dict(zip(windows, least[len(names) :], strict=True))
         return replace(plan, **dict(zip(names, least, strict=False)), window_pages=of_windows)
+
+    def checked(self, chosen: Implementation) -> Implementation:
+        """An implementation of users that must add the products of all ranks; else results would be wrong."""
+        if chosen.name in BUILT_IN:
+            return chosen
+
+        def factory(layer: Layer) -> Forward:
+            forward = chosen.factory(layer)
+
+            def summing(x: Tensor, batch: Batch, kv: LayerCache | None) -> Tensor:
+                before = self.reduction.sums
+                out = forward(x, batch, kv)
+                if self.reduction.sums == before:
+                    what = f"implementation {chosen.name!r} does not add the products of all ranks"
+                    hint = "add layer.summed(product) to the residual, not the product"
+                    raise UnsupportedError(what, where=layer.name, expected="a call of layer.summed", found="none", hint=hint)
+                return out
+
+            return summing if layer.sharded and layer.residual and callable(forward) else forward
+
+        return replace(chosen, factory=factory)
 
     def step(self, what: str, value: Any) -> AbstractContextManager[Any]:
         """Context in which this rank does a part of a step: `start` or `forward` of a plan, or `draw` with masks."""
@@ -148,7 +183,7 @@ class Leader(Ranks):
             here, process = _start(self._ring)
             self._sockets.append(here)
             self._processes.append(process)
-            start = {"rank": rank, "folder": self._folder.name, "options": plain | {"device": devices[rank]}}
+            start = {"rank": rank, "folder": self._folder.name, "options": plain | {"device": devices[rank]}, "imports": imported}
             here.sendall(f"{json.dumps(start)}\n".encode())
         self._kill = weakref.finalize(self, _kill, self._processes, self._sockets)  # also at exit
         threading.Thread(target=_watch, args=(weakref.ref(self), self._sockets), name="minirt-ranks", daemon=True).start()
@@ -202,7 +237,7 @@ class Leader(Ranks):
         with self._changed:
             self._changed.wait_for(lambda: self.failure is not None, 2 * BEAT_SECONDS)
         if self.failure is None:
-            self._fail(RankFailedError(f"rank 0 failed: {type(error).__name__}: {error}", where=self._place))
+            self._fail(failed(error).within("rank 0"))
         failure = self.failure.copy() if self.failure is not None else RankFailedError("a rank failed")
         raise failure from error
 

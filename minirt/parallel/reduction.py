@@ -31,13 +31,16 @@ class Reduction:
 
     A call within the capture of a CUDA graph is part of that graph.
 
+    Attributes:
+        sums: how many were asked for.
+
     Args:
         folder: of the file through which the ranks find each other.
     """
 
     def __init__(self, rank: int, ranks: int, device: torch.device, folder: str) -> None:
         self.ranks, self._rank, self._device, self._paused = ranks, rank, device, False
-        self._rows = _ROWS // ranks
+        self._rows, self.sums = _ROWS // ranks, 0
         self._peers: Any = None  # `kernels.collectives.peers.Peers`, of sums
         self._of_maxima: Any = None  # and of row maxima
         store = dist.FileStore(os.path.join(folder, "store"), ranks)
@@ -73,10 +76,12 @@ class Reduction:
 
     def sum(self, partial: Tensor) -> Tensor:
         """Replace a tensor [T, H] by its sum over all ranks."""
+        self.sums += 1
         return self._by_group(partial) if (summed := self._by_kernel(partial, None, False)) is None else summed
 
     def add(self, x: Tensor, partial: Tensor, *, pdl: bool = False) -> Tensor:
         """x + the sum of `partial` over all ranks, both [T, H], in the place of `partial`."""
+        self.sums += 1
         summed = self._by_kernel(partial, x, pdl)
         return torch.add(x, self._by_group(partial), out=partial) if summed is None else summed
 

@@ -24,6 +24,8 @@ class _Watched(NamedTuple):
 class RankRunner(Runner):
     """Tells the other ranks each part of a step before it does that part."""
 
+    retries = False
+
     def start(self, plan: StepPlan) -> StartedStep:
         with self._ranks.step("start", plan):
             return self._watched(super().start(plan))

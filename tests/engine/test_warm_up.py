@@ -115,7 +115,7 @@ def warming(monkeypatch, lazy, turns=0, drafts=0, fails=()):
         monkeypatch.setattr(warm_up, name, lambda *_, name=name: [partial(calls.append, name)])
     limits = EngineLimits(64, 12, 128, max_drafts=drafts)
     runner = SimpleNamespace(
-        model=object.__new__(Model), device=torch.device("cuda"), limits=limits,
+        retries=True, model=object.__new__(Model), device=torch.device("cuda"), limits=limits,
         graphs=SimpleNamespace(
             buckets=Buckets(limits), capture=capture, later=deque(), reserve=lambda bucket: calls.append(("reserve", bucket))
         ),
@@ -133,6 +133,19 @@ def test_a_full_warm_up_leaves_nothing(monkeypatch, drafts):
     assert (warm.remaining, warm.most_tokens) == (0, None)
     assert stages[:3] == [("kernels", 1, 3), (COMPILING, 2, 3), (COMPILING, 3, 3)]
     assert stages[3:] == [("CUDA graphs", i + 1, len(every)) for i in range(len(every))]
+
+
+@pytest.mark.parametrize("retries", [True, False])
+def test_memory_that_runs_out_while_prompts_are_measured(retries, monkeypatch):
+    """Catches a rank that leaves the measured step, while the other ranks wait for its part of the sums."""
+    def fails(*arguments):
+        raise torch.OutOfMemoryError("no memory")
+
+    warm, _, _ = warming(monkeypatch, lazy=False)
+    warm._runner.retries = retries
+    monkeypatch.setattr(warm_up, "_measure_prompts", fails)
+    with nullcontext() if retries else pytest.raises(torch.OutOfMemoryError):
+        assert warm.start().prompt_time is None
 
 
 def test_a_lazy_warm_up_goes_on_piece_by_piece(monkeypatch):

@@ -182,6 +182,25 @@ def test_a_buffer_is_as_large_as_the_largest_group_that_is_pinned(tmp_path, monk
     assert checkpoint._buffer_bytes([]) == 0
 
 
+@pytest.mark.parametrize(("used", "split", "gap", "ranges"), [
+    ((2, 3, 10), True, 25, [(8, 20), (48, 60), (88, 100), (128, 140)]),
+    ((2, 3, 10), True, 30, [(0, 160)]),
+    ((10, 20, 40), True, 1, [(40, 120)]),
+    ((10, 20, 40), False, 1, [(40, 120)]),
+    ((12, 14, 40), True, 1, [(48, 104)]),
+    ((5, 5, 10), True, 1, [(20, 40), (60, 80), (100, 120), (140, 160)]),
+    (None, True, 1, [(0, 160)]),
+])  # fmt: skip
+def test_what_is_read_of_a_tensor(used, split, gap, ranges, tmp_path, monkeypatch):
+    """[4, 10] of fp32. Catches a read for each of many small parts, other bytes than those in use, and a count of other bytes."""
+    save_file({"a": torch.zeros(4, 10)}, tmp_path / "model.safetensors")
+    entry = read_headers([tmp_path / "model.safetensors"])["a"]
+    monkeypatch.setattr(checkpoint, "GAP_BYTES", gap)
+    pieces = list(checkpoint._pieces(entry, split, used))
+    assert [(start - entry.start, stop - entry.start) for start, stop in checkpoint._ranges(pieces)] == ranges
+    assert checkpoint._read_bytes(pieces) == sum(stop - start for start, stop in ranges)
+
+
 def test_no_memory_for_a_buffer(monkeypatch):
     """Catches an error that blames the file."""
 

@@ -9,11 +9,14 @@ import time
 
 import psutil
 import pytest
+import torch
 from support import model_cases
 from support.tiny import add_tokenizer
 
-from minirt import Generator, LoadOptions, SamplingParams
+from minirt import Generator, LoadOptions, SamplingParams, user_code
+from minirt.engine.execute.runner import Runner
 from minirt.errors import InputError, MinirtError, RankFailedError, UnsupportedError
+from minirt.layers import base
 from minirt.outputs import Samples
 from minirt.parallel import ranks
 from minirt.parallel.ranks import plain_options
@@ -139,6 +142,42 @@ def test_what_other_ranks_cannot_have_is_refused(pair, folder):
         plain_options(LoadOptions(speculative=_Proposer()))
 
 
+MINE = """
+from minirt.kernels import reference
+from minirt.layers import register
+
+@register("mlp", "mine")
+def mine(layer):
+    def forward(x, batch, kv):
+        h = reference.rms_norm(x, layer.norm.weight, layer.config.rms_norm_eps)
+        gate, up = reference.linear(h, layer.gate_up.weight).chunk(2, dim=-1)
+        return x + layer.summed(reference.linear(gate.sigmoid() * up, layer.down.weight))
+    return forward
+"""
+
+
+def test_implementations_of_users_reach_the_ranks_by_import(folder, tmp_path, monkeypatch):
+    """Catches files that rank 0 alone runs, and ranks that compute another implementation: without SiLU, tokens differ."""
+    monkeypatch.setattr(base, "_REGISTRY", {**base._REGISTRY})
+    monkeypatch.setattr(user_code, "imported", imported := [])
+    monkeypatch.setattr(ranks, "imported", imported)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "of_all_ranks.py").write_text(MINE)
+    user_code.import_file(str(tmp_path / "of_all_ranks.py"))
+    try:
+        prompts, results = [[3, 4, 5], [9, 8, 7, 6]], []
+        for count in 1, 2:
+            with Generator.from_pretrained(folder, tensor_parallel=count, impl=["auto", "*.mlp=mine"], **OPTIONS) as generator:
+                results.append(tokens(generator.generate(prompts, GREEDY)))
+        with Generator.from_pretrained(folder, **OPTIONS) as generator:
+            assert results[0] == results[1] != tokens(generator.generate(prompts, GREEDY))
+    finally:
+        del sys.modules["of_all_ranks"]
+    imported.clear()  # as if the caller's script had registered it
+    with pytest.raises(UnsupportedError, match=r"^rank 1.*\*\.mlp=mine.*no implementation 'mine'.*import_file"):
+        Generator.from_pretrained(folder, tensor_parallel=2, impl=["auto", "*.mlp=mine"], **OPTIONS)
+
+
 class _Proposer:
     max_drafts, needs_history, capturable = 2, False, False
 
@@ -161,6 +200,64 @@ def test_a_rank_that_ends_or_stops_ends_the_engine(how, words, folder, monkeypat
         generator.generate([3, 4], GREEDY)
     generator.close()
     assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+OUT_OF_MEMORY = """
+import torch
+from {module} import {kind}
+method, calls = {kind}.{name}, iter(range(1000))
+
+def fails(*arguments):
+    if next(calls) == 3:
+        raise {error}
+    return method(*arguments)
+
+{kind}.{name} = fails
+"""
+STEPS = {"module": "minirt.engine.execute.runner", "kind": "Runner", "name": "start"}
+DRAFTS = {"module": "minirt.speculative.proposers", "kind": "NgramProposer", "name": "propose"}
+ERRORS = "torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 7.00 GiB.')", "MemoryError('no room')"
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_rank_without_memory_ends_the_engine(error, folder, tmp_path, monkeypatch):
+    """Catches a caller that waits for a rank which has left the step, and an error that says nothing of memory."""
+    (tmp_path / "short_of_memory.py").write_text(OUT_OF_MEMORY.format(**STEPS, error=error))
+    monkeypatch.setattr(ranks, "imported", [str(tmp_path / "short_of_memory.py")])
+    with Generator.from_pretrained(folder, tensor_parallel=2, **OPTIONS) as generator:
+        processes, began = followers(generator), time.monotonic()
+        with pytest.raises(RankFailedError, match=r"rank 1: no memory left for a step.*(7\.00 GiB|no room).*--max-num-seqs"):
+            generator.generate([[3, 4, 5]] * 40, GREEDY)
+        assert time.monotonic() - began < 10
+        with pytest.raises(RankFailedError, match="no memory left for a step"):
+            generator.generate([3, 4], GREEDY)
+    assert not any(process.is_running() for process in processes)
+
+
+def test_rank_0_without_memory_ends_the_engine(folder, monkeypatch):
+    """Catches a step that rank 0 tries again with fewer tokens, while the other rank is at the one before."""
+    def fails(self, plan):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
+
+    with Generator.from_pretrained(folder, tensor_parallel=2, **OPTIONS) as generator:
+        assert generator.generate([3, 4], GREEDY).token_ids
+        monkeypatch.setattr(Runner, "_forward", fails)
+        began = time.monotonic()
+        with pytest.raises(RankFailedError, match=r"rank 0: no memory left for a step.*7\.00 GiB"):
+            generator.generate([[3, 4, 5]] * 4, GREEDY)
+        assert time.monotonic() - began < 10
+
+
+def test_a_rank_without_memory_for_drafts_ends_the_engine(folder, tmp_path, monkeypatch):
+    """Catches a rank that goes on without drafts, while the others verify theirs: tokens would differ."""
+    text = OUT_OF_MEMORY.format(**DRAFTS, error=ERRORS[0])
+    (tmp_path / "short_of_memory.py").write_text(text)
+    monkeypatch.setattr(ranks, "imported", [str(tmp_path / "short_of_memory.py")])
+    with (
+        Generator.from_pretrained(folder, tensor_parallel=2, speculative="ngram:2", **OPTIONS) as generator,
+        pytest.raises(RankFailedError, match="rank 1: no memory left for a step"),
+    ):
+        generator.generate([[3, 4, 5]] * 4, GREEDY)
 
 
 def test_the_other_ranks_end_with_the_first():

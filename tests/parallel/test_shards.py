@@ -3,15 +3,19 @@
 The reference is the same model in one piece, which other tests compare with transformers.
 """
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from support import hybrids, model_cases, mtp, quantized, quantized_int4
+from support import experts, hybrids, model_cases, mtp, quantized, quantized_int4
 
 from minirt import Generator, LoadOptions, SamplingParams
 from minirt.errors import UnsupportedError
+from minirt.kernels import reference
+from minirt.layers import base
+from minirt.loading import checkpoint
 from minirt.loading.load import load, plan_load, plan_model
 from minirt.modeling.parameters import Shard
 from minirt.parallel.ranks import Ranks
@@ -115,6 +119,19 @@ def test_drafts(tmp_path):
     check(tmp_path, 2, speculative={"method": "mtp", "num_speculative_tokens": 2, "adaptive": False})
 
 
+def test_an_implementation_of_users_that_adds_nothing_is_refused(tmp_path, monkeypatch):
+    """Catches the product of one rank taken for that of all: no output shows it."""
+    monkeypatch.setattr(base, "_REGISTRY", {**base._REGISTRY})
+
+    @base.register("mlp", "mine")
+    def mine(layer):
+        return lambda x, batch, kv: x + reference.linear(x, layer.gate_up.weight).chunk(2, -1)[0] @ layer.down.weight.T
+
+    model_cases.make("smollm3", tmp_path, **EVEN)
+    with pytest.raises(UnsupportedError, match="'mine' does not add the products of all ranks"):
+        check(tmp_path, 2, impl=["auto", "layers.1.mlp=mine"])
+
+
 @pytest.mark.parametrize(("case", "count", "changes", "words"), [
     ("smollm3", 3, {}, "4 attention heads cannot be divided evenly among 3 ranks"),
     ("smollm3", 2, {}, "97 neurons cannot be divided evenly"),
@@ -126,6 +143,79 @@ def test_uneven_shares_are_refused(case, count, changes, words, tmp_path):
     (hybrids if case in hybrids.CASES else model_cases).make(case, tmp_path, **changes)
     with pytest.raises(UnsupportedError, match=words):
         plan_model(LoadOptions(model=tmp_path, device="cpu", tensor_parallel=count))
+
+
+# Kind of a file → tensors that a rank reads whole though it has a share: rows that are quantized while loading, one group of zero
+# points, rows of several linears in one tensor, KV heads of which there is one, and what is small.
+LINEAR_ATTENTION = "in_proj_qkv|conv1d|A_log|q_proj"
+OTHERS = ["fp8 block", *[*quantized_int4.STYLES][:6], "gpt_oss", "gpt_oss in MXFP4"]
+FILES = dict.fromkeys(["plain", "plain, int4", "plain, mxfp4", *OTHERS], "qzeros|sinks") | {
+    "plain, fp8": "o_proj|down_proj", "qwen3_5_moe": LINEAR_ATTENTION, "fused": LINEAR_ATTENTION,
+    "fused, fp8": f"{LINEAR_ATTENTION}|down_proj|o_proj|out_proj", "gemma4 with experts": "k_proj",
+}  # fmt: skip
+
+
+def read_whole(model, entries, names):
+    """Bytes of the tensors that each rank reads whole: also norms and the like, biases, and scales, which are checked."""
+    specs = {spec.name: (spec, parameter.sharded) for parameter in model.parameters() for spec in parameter.expected()}
+    return sum(
+        entries[name].nbytes for name, (spec, sharded) in specs.items()
+        if not sharded or spec.scale or spec.values or re.search(rf"({names}|bias|g_idx|shape)(\.weight)?$", name)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_rank_reads_its_part_of_the_file(kind, large, tmp_path, monkeypatch):
+    """Catches a share that needs bytes of others, which are NaN here, and ranks that read what they do not need."""
+    stored, _, quantization = kind.partition(", ")
+    folder, options = write(stored, large, tmp_path), {"quantization": quantization or None}
+    read, buffers, filled = checkpoint._read, checkpoint.PinnedBuffers(1 << 22, None), []
+
+    def of_garbage(group, place, _):
+        buffers.of_thread()[:] = b"\xff" * (1 << 22)
+        filled.append(read(group, place, buffers))
+        return filled[-1]
+
+    def share(rank):
+        settings = LoadOptions(model=folder, device="cpu", tensor_parallel=2, **options)
+        return load(settings, None, _Alone(Shard(rank, 2), "")).model
+
+    expected = [share(rank) for rank in range(2)]
+    monkeypatch.setattr(checkpoint, "GAP_BYTES", 1)
+    monkeypatch.setattr(checkpoint, "_read", of_garbage)
+    for model, wanted in zip([share(rank) for rank in range(2)], expected, strict=True):
+        for one, other in zip(model.parameters(), wanted.parameters(), strict=True):
+            for name in "weight", "scale", "bias":
+                first, second = (getattr(parameter, name, None) for parameter in (one, other))
+                assert first is second is None or torch.equal(bits(first), bits(second)), (next(one.expected()), name)
+    entries = checkpoint.read_headers(sorted(folder.glob("*.safetensors")))
+    assert sum(filled) <= sum(entry.nbytes for entry in entries.values()) + read_whole(model, entries, FILES[kind])
+
+
+def bits(tensor):
+    return tensor.contiguous().view(torch.uint8)
+
+
+def write(kind, large, folder):
+    """A checkpoint of this kind."""
+    if kind == "plain":
+        return large
+    if kind == "fp8 block":
+        quantized.write(large, folder / "q", kind)
+        return folder / "q"
+    if kind in quantized_int4.STYLES:
+        quantized_int4.write(large, folder / "q", kind)
+        return folder / "q"
+    if kind in ("fused", "qwen3_5_moe"):
+        hybrids.make("qwen3_5_moe", folder, fused=kind == "fused")
+    elif kind == "gemma4 with experts":
+        model_cases.make(kind, folder, text_config=model_cases.CASES[kind][2]["text_config"] | EVEN)
+    else:
+        model_cases.make("gpt_oss", folder, hidden_size=96, intermediate_size=128)
+        if kind == "gpt_oss in MXFP4":
+            experts.in_mxfp4(folder, folder / "q", range(-8, -4))
+            return folder / "q"
+    return folder
 
 
 def test_a_cut_within_a_group_is_refused(large, tmp_path):

@@ -103,6 +103,7 @@ class Runner:
 
     Attributes:
         graphs: the steps that have static buffers, and CUDA graphs.
+        retries: whether a step may go on with less if memory runs out: not if other ranks would not.
         waits: whether a step waits for the device: always on a CPU, and with drafts if layers are eager, which take lengths from
             the host.
 
@@ -112,6 +113,8 @@ class Runner:
         proposer: proposes drafts. None: there are none.
         adaptive_drafts: whether steps verify only as many drafts as pay, so that no more need to be proposed.
     """
+
+    retries = True
 
     def __init__(
         self, model: ModelLike, cache: KVCache, device: torch.device, limits: EngineLimits, *, vocab_size: int,
@@ -280,7 +283,7 @@ class Runner:
                 wanted = drafts_to_propose(self.limits.max_drafts, verified, self.adapts)
             proposer.propose(self.buffers.table, self.columns, self.buffers.view(0, batch.num_seqs, 0, 0).rows, batch, wanted)
         except Exception as error:
-            if not is_out_of_memory(error):
+            if not self.retries or not is_out_of_memory(error):
                 raise
             self.buffers.table[:, NUM_NEXT].clamp_(max=1)  # each sequence goes on with its next token alone
             what, hint = "no memory left for drafts, so a step has none", "lower --kv-cache-memory or --max-num-seqs"

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -108,7 +108,7 @@ class WarmUp:
                     self._progress("CUDA graphs", done, len(first))
                 torch.cuda.current_stream(device).synchronize()
                 _reserve(runner, model)
-                with suppress(torch.OutOfMemoryError):
+                with _tolerant(runner):
                     prompt_time = _measure_prompts(runner, model)
                 if graphs.buckets is not None and runner.limits.max_drafts:
                     step_times = _measure_graphs(runner, graphs.buckets)
@@ -210,6 +210,11 @@ def _batch(runner: Runner, chunks: Sequence[Chunk], adapted: bool = False) -> Ba
     return runner.with_buffers(batch, len(batch.logits_indices), adapted=adapted)
 
 
+def _tolerant(runner: Runner) -> AbstractContextManager[None]:
+    """Context in which memory may run out, unless other ranks would go on."""
+    return suppress(torch.OutOfMemoryError) if runner.retries else nullcontext()
+
+
 def _reserve(runner: Runner, model: Model) -> None:
     """Have PyTorch's allocator keep the memory of the largest step.
 
@@ -223,7 +228,7 @@ def _reserve(runner: Runner, model: Model) -> None:
         model.dry_run(_batch(runner, chunks, adapted=True), runner.cache)
         return torch.cuda.memory_reserved(runner.device)
 
-    with without_launches(runner.device), suppress(torch.OutOfMemoryError):
+    with without_launches(runner.device), _tolerant(runner):
         run(max(largest_steps(runner.limits), key=run))
 
 
