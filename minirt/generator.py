@@ -97,8 +97,8 @@ class Generator:
         self.kv_bytes_per_token = page_bytes(model.cache_specs, model.kv_dtype, 1)
         self.step_state_bytes = model.step_state_bytes
         self.memory = measured_plan(model, settings)
-        if model.ranks is not None:
-            self.memory = model.ranks.agree(self.memory)
+        if (ranks := getattr(model, "ranks", None)) is not None:
+            self.memory = ranks.agree(self.memory)
         self._cache: KVCache | None = KVCache(
             model.cache_specs, self.memory.pages, model.device, model.kv_dtype, num_slots=self.memory.max_num_seqs,
             num_snapshots=self.memory.snapshots, window_pages=self.memory.window_pages,
