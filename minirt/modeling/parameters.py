@@ -278,8 +278,8 @@ class PackedLinear(Parameter):
         return axis.narrow(source, self.first_column, self.in_features, self.stored_columns, name)
 
     def _load_rows(self, source: Tensor, start: int) -> None:
-        """Copy or quantize 16- or 32-bit weights [n, K] into the rows from `start` on. If the format has `whole_rows`, K is that
-        of all ranks."""
+        """Copy or quantize 16- or 32-bit weights [n, K] into the rows from `start` on. With a format's `whole_rows`, K is that of
+        the whole model, of which the columns of this rank are kept."""
         if self.format is None or self.scale is None:
             self.weight[start : start + source.shape[0]].copy_(source)
             return

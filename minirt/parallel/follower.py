@@ -33,9 +33,9 @@ class _Leader:
     def start(self) -> dict[str, Any]:
         data = b""
         while not data.endswith(b"\n"):
-            if not (more := self._socket.recv(1)):
+            if not (byte := self._socket.recv(1)):
                 sys.exit(1)
-            data += more
+            data += byte
         return json.loads(data)
 
     def say(self, message: Any) -> None:

@@ -88,8 +88,8 @@ class ServerOptions(Settings, kw_only=False):
         super().__post_init__()
         if self.lora_folders and not self.api_keys:
             raise InputError("clients that change adapters need a key", where="--lora-folder", expected="--api-key beside it")
-        if missing := next((folder for folder in self.lora_folders if not os.path.isdir(folder)), None):
-            raise InputError("there is no such folder", where="--lora-folder", found=missing)
+        if missing := next((name for name in self.lora_folders if not os.path.isdir(os.path.expanduser(name))), None):
+            raise InputError("there is no such folder", where="--lora-folder", expected="a folder", found=missing)
 
     @classmethod
     def _place(cls, name: str) -> str:

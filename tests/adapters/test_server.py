@@ -77,10 +77,15 @@ def test_names_and_changes(folders, tmp_path):
         assert server.stop() == 0
 
 
-def test_off_unless_folders_are_allowed(folders, tmp_path):
+def test_off_unless_folders_are_allowed(folders, tmp_path, monkeypatch):
     """Catches a server that reads what clients name without having been told to, and one that needs no key for it."""
     with pytest.raises(InputError, match="need a key"):
         ServerOptions("tiny", lora_folders=("/adapters",))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "adapters").mkdir()
+    assert ServerOptions("tiny", lora_folders=("~/adapters",), api_keys=("sesame",)).lora_folders == ("~/adapters",)
+    with pytest.raises(InputError, match="there is no such folder"):
+        ServerOptions("tiny", lora_folders=("~/none",), api_keys=("sesame",))
     folder, root, _ = folders
     server = Server(tmp_path / "log", folder, "--lora", f"a0={root / 'secret'}").wait()
     try:

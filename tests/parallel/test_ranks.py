@@ -261,8 +261,8 @@ def test_a_rank_without_memory_for_drafts_ends_the_engine(folder, tmp_path, monk
 
 
 def test_the_other_ranks_end_with_the_first():
-    """Catches processes that outlive a caller that was killed. Here the caller has nothing but the connection, and a first sign
-    of life of the other rank."""
+    """Catches processes that outlive a caller that was killed. Here the caller only connects, and is killed once the other
+    rank has sent its first message."""
     script = (
         "import socket, subprocess, sys; here, there = socket.socketpair(); number = there.fileno()\n"
         "command = [sys.executable, '-P', '-m', 'minirt.parallel.follower', str(number), '0']\n"
