@@ -232,11 +232,6 @@ OPERATIONS = {
             cases="CASES", arguments="x: [T, H] activations, residual?: [T, H] of x = None -> out: [T, H] of x",
         ),
         Operation(
-            "collectives.all_reduce:all_reduce_norm", what="the same and RMSNorm of it", no_op=_RANKS, cases="CASES",
-            arguments="x: [T, H] activations, weight: [H: norm] of x, eps: float, residual?: [T, H] of x = None "
-            "-> out: [T, H] of x, normed: [T, H] of x",
-        ),
-        Operation(
             "collectives.gather_maxima:gather_maxima", what="the row maxima of all ranks' logits", no_op=_RANKS, cases="CASES",
             arguments="maxima: [R, P] int64 -> out: [R, any] int64",
         ),

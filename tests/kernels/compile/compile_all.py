@@ -26,7 +26,7 @@ from minirt.kernels.adapters.operands import AdapterWeights, Groups, most_tiles,
 from minirt.kernels.attention import dispatch as attention
 from minirt.kernels.attention import rope_write as kv_write
 from minirt.kernels.attention.operands import AttentionInput, KVPages, Rope, Scores, Sequences
-from minirt.kernels.collectives.all_reduce import all_reduce, all_reduce_norm
+from minirt.kernels.collectives.all_reduce import all_reduce
 from minirt.kernels.collectives.gather_maxima import gather_maxima
 from minirt.kernels.collectives.peers import Peers, mailbox_of
 from minirt.kernels.gated_delta import dispatch as gated_delta
@@ -581,13 +581,13 @@ def all_adapters(calls: Calls) -> None:
 
 
 def all_collectives(calls: Calls) -> None:
-    """Sums over two and eight ranks, with and without the residual and the norm, and row maxima."""
+    """Sums over two and eight ranks, with and without the residual, and row maxima."""
     for ranks in (2, 8):
         memory = calls.ints(2, ranks, 64, HIDDEN, like=torch.int16 if calls.dtype.itemsize == 2 else torch.int32)
         peers = Peers(ranks, calls.dtype, mailbox_of(1, [memory] * ranks))
-        x, weight = calls.empty(64, HIDDEN), calls.empty(HIDDEN)
+        x = calls.empty(64, HIDDEN)
         all_reduce(x, peers, pdl=calls.pdl)
-        all_reduce_norm(x, peers, weight, 1e-6, x, pdl=calls.pdl, early=ranks == 2)
+        all_reduce(x, peers, x, pdl=calls.pdl)
         memory = calls.ints(2, ranks, 64, 16, like=torch.int64)
         peers = Peers(ranks, torch.int64, mailbox_of(1, [memory] * ranks))
         gather_maxima(calls.ints(64, 1188, like=torch.int64), peers, 76032)
