@@ -37,9 +37,9 @@ BUDGET = {
     "minirt/patching": 629,
     "bench": 6_157,
     "examples": 249,  # logit lens, linear probe, steering vector, a profile, a bad layer
-    "tests": 42_739,  # windows against transformers, eight families; addressed messages; adapters; MXFP4, gpt-oss, Gemma 4; ranks
+    "tests": 42_781,  # windows against transformers, eight families; addressed messages; adapters; MXFP4, gpt-oss, Gemma 4; ranks
     "minirt/adapters": 486,  # LoRA: files, merging, places on the device, rows
-    "minirt/parallel": 616,  # several GPUs: processes, messages, sums, maxima; implementations that must sum; out of memory
+    "minirt/parallel": 644,  # several GPUs: processes, messages, sums, maxima; implementations that must sum; memory of steps
 }
 
 

@@ -44,7 +44,10 @@ class Reduction:
         self._peers: Any = None  # `kernels.collectives.peers.Peers`, of sums
         self._of_maxima: Any = None  # and of row maxima
         store = dist.FileStore(os.path.join(folder, "store"), ranks)
-        self._group: Any
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices, options._timeout = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")], _LIMIT
+        self._hosts: Any = dist.ProcessGroupGloo(dist.PrefixStore("hosts", store), rank, ranks, options)
+        self._group: Any = self._hosts
         if device.type == "cuda":
             if dist.is_initialized():
                 what, hint = "this process has a process group already", "call torch.distributed.destroy_process_group first"
@@ -54,14 +57,10 @@ class Reduction:
             # The default group, since symmetric memory needs a group with a name.
             dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks, timeout=_LIMIT, device_id=device)
             self._group = dist.group.WORLD
-        else:
-            options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._devices, options._timeout = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")], _LIMIT
-            self._group = dist.ProcessGroupGloo(store, rank, ranks, options)
         self._add, self._side_by_side = dist.AllreduceOptions(), AllgatherOptions()
         for how in (self._add, self._side_by_side):
             how.asyncOp = False  # on the stream of the step, not beside it
-        self.least([0])  # connects
+        self._by_group(torch.zeros(1, device=device)).item()  # connects
 
     def prepare(self, hidden: int, dtype: torch.dtype) -> None:
         """Reserve memory for the kernel that adds few rows of `hidden` channels. All ranks call it."""
@@ -118,11 +117,11 @@ class Reduction:
         return gather_maxima(tiles, self._of_maxima, first, out, check=False)
 
     def least(self, values: list[int]) -> list[int]:
-        """The least of each value over all ranks. Waits for them."""
+        """The least of each value over all ranks. Waits for them, not for the device."""
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN
-        tensor = torch.tensor(values, dtype=torch.int64, device=self._device)
-        _wait(self._group.allreduce([tensor], options))
+        tensor = torch.tensor(values, dtype=torch.int64)
+        _wait(self._hosts.allreduce([tensor], options))
         return tensor.tolist()
 
     @contextmanager
