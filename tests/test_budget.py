@@ -25,7 +25,7 @@ BUDGET = {
     "minirt/speculative": 296,
     "models": 832,  # Granite, Phi, Seed-OSS, Hunyuan, OLMo 3, EXAONE 4, Muse-Glimmer, gpt-oss, Gemma 4
     "models/recipe": 816,  # an adapter's training
-    "kernels": 14_123,  # one order of sums; windows; launchers by thread; adapters; heads of 512; sums over GPUs, maxima
+    "kernels": 14_110,  # one order of sums; windows; launchers by thread; adapters; heads of 512; sums over GPUs, maxima
     "minirt/hooks": 375,  # hidden states and logits, edits, logits processors
     "minirt/profiling": 251,  # of `bench`: `Generator.profile`; bytes of windows; ranks refused
     "minirt/precompile": 41,  # `minirt compile`
@@ -37,7 +37,7 @@ BUDGET = {
     "minirt/patching": 629,
     "bench": 6_157,
     "examples": 249,  # logit lens, linear probe, steering vector, a profile, a bad layer
-    "tests": 42_781,  # windows against transformers, eight families; addressed messages; adapters; MXFP4, gpt-oss, Gemma 4; ranks
+    "tests": 42_774,  # windows against transformers, eight families; addressed messages; adapters; MXFP4, gpt-oss, Gemma 4; ranks
     "minirt/adapters": 486,  # LoRA: files, merging, places on the device, rows
     "minirt/parallel": 644,  # several GPUs: processes, messages, sums, maxima; implementations that must sum; memory of steps
 }

@@ -6,12 +6,10 @@ on no other row: the ranks' programs start in the same order, so the first unfin
 """
 
 import torch
-import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirt.errors import InputError
 from minirt.kernels.checks import check_arguments
 from minirt.kernels.collectives.peers import Peers
 from minirt.kernels.launch import launch_options, next_power_of_2
@@ -78,22 +76,15 @@ def all_reduce(
 ) -> Tensor:  # fmt: skip
     """residual + the sum over the ranks of x [T, H] → [T, H]. All ranks call it with the same T, H and, if given, residual.
 
-    `out` may be `x` or `residual`. More rows than the mailbox has go through PyTorch's all-reduce: it overwrites x, and rounds
-    the sum before the residual is added. `pdl`: as for `rms_norm`.
+    `out` may be `x` or `residual`. `pdl`: as for `rms_norm`.
     """
-    (T, H), box = x.shape, peers.mailbox
     if check:
         check_arguments("all_reduce", x=x, residual=residual, out=out)
-        if x.dtype != peers.dtype:
-            raise InputError("wrong dtype", where="x", expected=f"{peers.dtype}, the dtype of `peers`", found=x.dtype)
-        if box is not None and box.width < H:
-            raise InputError("too many columns", where="x", expected=f"at most {box.width}", found=H)
+        peers.check(x.dtype, *x.shape)
+    T, H = x.shape
     out = torch.empty_like(x) if out is None else out
-    if box is None or box.rows < T:
-        dist.all_reduce(x, group=peers.group)
-        return out.copy_(x) if residual is None else torch.add(residual, x, out=out)
     if T:
         block = next_power_of_2(H)
         options = launch_options(min(16, max(1, block // 512)), 1, pdl)
-        _all_reduce_kernel[(T,)](x, residual, out, box, H, RANKS=peers.ranks, BLOCK_H=block, **options)
+        _all_reduce_kernel[(T,)](x, residual, out, peers.mailbox, H, RANKS=peers.ranks, BLOCK_H=block, **options)
     return out

@@ -52,10 +52,7 @@ def on_cpu(rank, ranks, folder):
             residual = torch.randn(T, HIDDEN, generator=common).to(dtype)
             expected = reference.all_reduce(x, peers, residual)  # no barrier: a rank's sum may begin before another's has ended
             assert torch.equal(kernel.all_reduce(x, peers, residual), expected)
-        x = torch.randn(ROWS + 1, HIDDEN, generator=generator).to(dtype)
-        by_gloo = kernel.all_reduce(x.clone(), peers)
-        torch.testing.assert_close(by_gloo, reference.all_reduce(x, peers), rtol=0, atol=4e-3 if dtype.itemsize == 2 else 1e-6)
-        peers.check()
+        assert not peers.mailbox.failed.item()
     files = [f"{folder}/maxima-{peer}" for peer in range(ranks)]
     shape = (2, ranks, ROWS, 16)
     memories = [torch.from_file(file, shared=True, size=32 * ranks * ROWS, dtype=torch.int64).view(shape) for file in files]
@@ -67,7 +64,7 @@ def on_cpu(rank, ranks, folder):
         maxima = of_rank(R, 37, generator)
         expected = reference.gather_maxima(maxima, peers, 100 * rank)
         assert torch.equal(gather_maxima(maxima, peers, 100 * rank), expected)
-    peers.check()
+    assert not peers.mailbox.failed.item()
     dist.destroy_process_group()
 
 
@@ -117,8 +114,8 @@ def on_gpus(rank, ranks, folder):
             assert torch.equal(out, reference.all_reduce(part, peers, before))
         for part, gathered in zip(maxima, largest, strict=True):
             assert torch.equal(gathered, reference.gather_maxima(part, of_maxima, 76_032 * rank))
-    peers.check()
-    of_maxima.check()
+    assert not peers.mailbox.failed.item()
+    assert not of_maxima.mailbox.failed.item()
     dist.destroy_process_group()
 
 
