@@ -32,14 +32,14 @@ BUDGET = {
     "minirt/server": 2_929,  # `/ready`; `reasoning_strength`; efforts of harmony; adapters: names, loading them
     "minirt/text": 2_740,  # addressed messages and calls of Muse-Glimmer; harmony, its efforts; channels of Gemma 4
     "minirt/structured": 1_200,  # grammars after the header of a message
-    "minirt/cli": 2_827,  # `minirt profile`; presets with one release
+    "minirt/cli": 2_824,  # `minirt profile`; presets with one release
     "minirt/nn": 367,
     "minirt/patching": 629,
-    "bench": 6_157,
+    "bench": 6_163,  # ranks compare together
     "examples": 249,  # logit lens, linear probe, steering vector, a profile, a bad layer
-    "tests": 42_774,  # windows against transformers, eight families; addressed messages; adapters; MXFP4, gpt-oss, Gemma 4; ranks
+    "tests": 42_793,  # windows against transformers, eight families; addressed messages; adapters; MXFP4, gpt-oss, Gemma 4; ranks
     "minirt/adapters": 486,  # LoRA: files, merging, places on the device, rows
-    "minirt/parallel": 644,  # several GPUs: processes, messages, sums, maxima; implementations that must sum; memory of steps
+    "minirt/parallel": 650,  # several GPUs: processes, messages, sums, maxima; implementations that must sum; memory of steps
 }
 
 

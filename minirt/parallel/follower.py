@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -74,6 +75,9 @@ def follow(runner: Runner, ring: Ring, place: int, leader: _Leader) -> None:
                     runner.masks(len(value)).copy_(torch.from_numpy(value.copy()))
                 runner.draw(forward)
                 forward = None
+            elif what == "call":
+                module, _, name = value[0].partition(":")
+                getattr(import_module(module), name)(runner.model, *value[1])
             else:
                 return
 

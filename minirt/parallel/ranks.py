@@ -95,9 +95,13 @@ class Ranks:
         Raises:
             StepRefused: on all ranks, if one has too little.
         """
-        rank, ranks = self.shard.rank, self.shard.ranks
-        if (short := self.reduction.least([ranks if self.has_memory(model, cache, batch) else rank])[0]) < ranks:
-            raise StepRefused(None, f"too little on rank {short}")
+        if (rank := self.first(not self.has_memory(model, cache, batch))) is not None:
+            raise StepRefused(None, f"too little on rank {rank}")
+
+    def first(self, holds: bool) -> int | None:
+        """The first rank of which something holds; None: of none. Waits for all ranks."""
+        rank = self.reduction.least([self.shard.rank if holds else self.shard.ranks])[0]
+        return rank if rank < self.shard.ranks else None
 
     def has_memory(self, model: Any, cache: KVCache, batch: Batch) -> bool:
         """Whether this rank has memory for a step: as much as the plan has for the largest one, or what a dry run takes."""
@@ -138,7 +142,8 @@ class Ranks:
         return replace(chosen, factory=factory)
 
     def step(self, what: str, value: Any) -> AbstractContextManager[Any]:
-        """Context in which this rank does a part of a step: `start` or `forward` of a plan, or `draw` with masks."""
+        """Context in which this rank does a part of a step, `start` or `forward` of a plan or `draw` with masks, or what others
+        do by a `call`: the function "module:name" of their model and of arguments."""
         return nullcontext()
 
     def waiting(self) -> AbstractContextManager[Any]:
@@ -248,7 +253,7 @@ class Leader(Ranks):
     def _step(self, what: str, value: Any) -> Iterator[None]:
         self._send((what, value))
         try:
-            with self.waiting():
+            with nullcontext() if what == "call" else self.waiting():
                 yield
         except (MinirtError, StepRefused):
             raise

@@ -86,7 +86,7 @@ class Reduction:
 
     def _by_kernel(self, partial: Tensor, x: Tensor | None, pdl: bool) -> Tensor | None:
         """Also if nothing is exchanged, so that it is compiled."""
-        if self._peers is None or len(partial) > self._rows:
+        if self._peers is None or len(partial) > self._rows or partial.dtype != self._peers.dtype:
             return None
         from minirt.kernels.collectives.all_reduce import all_reduce
 
