@@ -39,7 +39,7 @@ BUDGET = {
     "examples": 249,  # logit lens, linear probe, steering vector, a profile, a bad layer
     "tests": 42_793,  # windows against transformers, eight families; addressed messages; adapters; MXFP4, gpt-oss, Gemma 4; ranks
     "minirt/adapters": 486,  # LoRA: files, merging, places on the device, rows
-    "minirt/parallel": 650,  # several GPUs: processes, messages, sums, maxima; implementations that must sum; memory of steps
+    "minirt/parallel": 657,  # several GPUs: processes, messages, sums, maxima; implementations that must sum; memory; their end
 }
 
 
