@@ -34,7 +34,7 @@ from minirt.kernels.linear import (
     gemv_int4,
     gemv_int4_sm90,
 )
-from minirt.kernels.linear.product import Epilogue, Norm, Product, RowMaxima, TokenAdapter
+from minirt.kernels.linear.product import Epilogue, LowRank, Norm, Product, RowMaxima
 from minirt.kernels.norm import rms_norm, rms_norm_quantize
 from minirt.kernels.quantize import quantize
 from minirt.kernels.regimes import Limits, Regime, SumOrder, covering
@@ -130,7 +130,7 @@ def norm_linear(
     x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None = None,
     out: Tensor | None = None, *, scale: Tensor | None = None, workspace: Workspace | None = None,
     out_dtype: torch.dtype | None = None, row_maxima: RowMaxima | None = None, multiplier: float = 1.0,
-    softcap: float = 0.0, adapter: TokenAdapter | None = None, pdl: bool = False, check: bool = True,
+    softcap: float = 0.0, low_rank: LowRank | None = None, pdl: bool = False, check: bool = True,
 ) -> Tensor:  # fmt: skip
     """rms_norm(x) · weightᵀ + bias: x [T, K], norm_weight [K] or None (no norm), weight [N, K], bias [N] → [T, N].
 
@@ -149,7 +149,7 @@ def norm_linear(
         epilogue = Epilogue(scale, None, bias, None, None, factor, cap, *maxima)
     out = _output(x, weight, out_dtype or x.dtype) if out is None else out
     norm = None if norm_weight is None else Norm(norm_weight, eps)
-    product = Product(x, weight, out, norm, epilogue, workspace, pdl, adapter)
+    product = Product(x, weight, out, norm, epilogue, workspace, pdl, low_rank)
     if check:
         _check_logits(product)
     return linear(product)
@@ -158,7 +158,7 @@ def norm_linear(
 def norm_gate_up(
     x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, activation: str, out: Tensor | None = None,
     bias: Tensor | None = None, *, scale: Tensor | None = None, workspace: Workspace | None = None,
-    adapter: TokenAdapter | None = None, pdl: bool = False, check: bool = True,
+    low_rank: LowRank | None = None, pdl: bool = False, check: bool = True,
 ) -> Tensor:  # fmt: skip
     """act(gate) · up of rms_norm(x) [T, K]: weight [2I, K] and bias [2I], gate rows first → [T, I]."""
     if check:
@@ -167,19 +167,19 @@ def norm_gate_up(
         )
     out = _output(x, weight, x.dtype, 2) if out is None else out
     norm = None if norm_weight is None else Norm(norm_weight, eps)
-    return linear(Product(x, weight, out, norm, Epilogue(scale, None, bias, activation), workspace, pdl, adapter))
+    return linear(Product(x, weight, out, norm, Epilogue(scale, None, bias, activation), workspace, pdl, low_rank))
 
 
 def linear_residual(
     x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None, out: Tensor | None = None, *,
-    scale: Tensor | None = None, workspace: Workspace | None = None, adapter: TokenAdapter | None = None, pdl: bool = False,
+    scale: Tensor | None = None, workspace: Workspace | None = None, low_rank: LowRank | None = None, pdl: bool = False,
     check: bool = True,
 ) -> Tensor:  # fmt: skip
     """x · weightᵀ + bias + residual: x [T, K], weight [N, K] → [T, N]. `out` may be `residual`."""
     if check:
         check_arguments("linear_residual", x=x, weight=weight, residual=residual, bias=bias, scale=scale, out=out)
     out = _output(x, weight, x.dtype) if out is None else out
-    return linear(Product(x, weight, out, None, Epilogue(scale, None, bias, None, residual), workspace, pdl, adapter))
+    return linear(Product(x, weight, out, None, Epilogue(scale, None, bias, None, residual), workspace, pdl, low_rank))
 
 
 def linear(product: Product) -> Tensor:

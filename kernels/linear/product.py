@@ -8,6 +8,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from minirt.kernels.launch import Workspace, cdiv
@@ -18,6 +20,7 @@ _new = tuple.__new__
 _LONGEST_PART = 2048  # elements of K: Hopper's tensor cores add fp8 products with about 14 bits
 _PROGRAMS = 320  # that read at full bandwidth. A constant: the order of sums must not depend on the GPU
 _MOST_PARTS = 8
+LOW_RANK_BLOCK = 64  # columns of `LowRank.b` of a step
 
 
 class RowMaxima(NamedTuple):
@@ -38,23 +41,36 @@ class Norm(NamedTuple):
     eps: float
 
 
-class TokenAdapter(NamedTuple):
-    """The adapter of a product of one token: scaling · B · A · norm(x) is added to the sums. See `kernels/adapters/operands.py`.
+class LowRank(NamedTuple):
+    """What a product adds for the LoRA adapters of its rows: y · bᵀ, as if K had more columns. See `kernels/adapters/operands.py`.
+
+    The columns of `b` are those of one place of an adapter after the other. A step takes `LOW_RANK_BLOCK` of them.
 
     Attributes:
-        a: [S, P, R, K], b: [S, rows of the weight, R], zero beyond an adapter's rank.
-        scales: [S, P], with this row stride. `modules`: [rows of the weight] int32.
-        tiles: the place of the token's adapter is its first value; −1: it has none.
-        y: [P · R] int32, all −1: programs of the product store A · norm(x) here as fp32, and others wait for what is not −1.
+        y: [T, columns of all steps], of x's dtype, 0 in columns of other adapters than the row's.
+        b: [rows of the weight, places · width], as `AdapterWeights.b`, finite.
+        adapters: [T] int32, the place of each row's adapter; −1: none.
+        steps: int32: how many steps there are, then the block of columns of `b` of each.
+        width: columns of `b` of one place. y_stride, b_stride: of rows.
     """
 
-    a: Tensor
-    b: Tensor
-    scales: Tensor
-    modules: Tensor
-    tiles: Tensor
     y: Tensor
-    stride: int
+    b: Tensor
+    adapters: Tensor
+    steps: Tensor
+    width: int
+    y_stride: int
+    b_stride: int
+
+
+@triton.jit
+def low_rank_step(added, i, t, n, T, N, first, COLUMNS: tl.constexpr):
+    """y [rows t, COLUMNS] and b [rows first + n, COLUMNS] of step i. Rows past T and N repeat the last ones."""
+    c = tl.arange(0, COLUMNS)
+    column = tl.load(added.steps + 1 + i) * COLUMNS + c
+    y = tl.load(added.y + tl.minimum(t, T - 1).to(tl.int64)[:, None] * added.y_stride + (i * COLUMNS + c)[None, :])
+    row = (first + tl.minimum(n, N - 1)).to(tl.int64)
+    return y, tl.load(added.b + row[:, None] * added.b_stride + column[None, :], mask=(column < added.b_stride)[None, :], other=0.0)
 
 
 class Epilogue(NamedTuple):
@@ -128,7 +144,8 @@ class Product(NamedTuple):
         norm: applied to x; only kernels of one token, or of few, take it. None: no norm.
         workspace: without one, K is not split.
         pdl: whether to overlap with the kernel before it in the stream (see `minirt.kernels.pdl`).
-        adapter: only `gemv` takes one, of one token and a weight of 16 or 32 bits.
+        low_rank: of adapters; only kernels for weights of 16 or 32 bits take it. With one token, the norm's root mean square divides
+            its sums too.
     """
 
     x: Tensor
@@ -138,7 +155,7 @@ class Product(NamedTuple):
     epilogue: Epilogue = Epilogue()
     workspace: Workspace | None = None
     pdl: bool = False
-    adapter: TokenAdapter | None = None
+    low_rank: LowRank | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
