@@ -8,8 +8,8 @@ from minirt.kernels.adapters.operands import AdapterRows, AdapterWeights
 from minirt.kernels.adapters.shrink import low_rank
 from minirt.kernels.checks import check_arguments
 from minirt.kernels.launch import Workspace, cdiv, launch_options
-from minirt.kernels.linear.epilogue import activate
-from minirt.kernels.linear.product import LOW_RANK_BLOCK, LowRank, low_rank_step
+from minirt.kernels.linear.epilogue import activate, low_rank_step
+from minirt.kernels.linear.product import LOW_RANK_BLOCK, LowRank
 from minirt.kernels.pdl import wait_for_input
 from minirt.kernels.prepared import prepared
 

@@ -185,6 +185,9 @@ def linear_residual(
 def linear(product: Product) -> Tensor:
     """Compute a product, its norm and its epilogue, without checks. x is neither normalized nor quantized yet. Returns `out`."""
     T = product.x.shape[0]
+    if product.low_rank is not None and product.format not in ("fp16", "fp32"):
+        what, hint = "no kernel adds adapters to this product", "use `add_adapters` after it"
+        raise InputError(what, where="low_rank", expected="a weight of 16 or 32 bits", found=product.format, hint=hint)
     if T:
         if T > 1 or product.invariant:
             product = _prepared(product)

@@ -17,8 +17,8 @@ from torch import Tensor
 from minirt.kernels.compile.tuning import Family
 from minirt.kernels.fp8 import block_scales, require_one_scale
 from minirt.kernels.launch import Gpu, cdiv, fit_stages, next_power_of_2, require_fp8, shared_limit
-from minirt.kernels.linear.epilogue import finish, load_residual, load_rows, load_tokens
-from minirt.kernels.linear.product import LOW_RANK_BLOCK, Product, ProductFacts, low_rank_step
+from minirt.kernels.linear.epilogue import finish, load_residual, load_rows, load_tokens, low_rank_step
+from minirt.kernels.linear.product import LOW_RANK_BLOCK, Product, ProductFacts
 from minirt.kernels.linear.tile_order import tile_origin
 from minirt.kernels.prepared import compile_time, prepared, tiled
 

@@ -34,8 +34,17 @@ from minirt.kernels.launch import (
     shared_limit,
     token_block,
 )
-from minirt.kernels.linear.epilogue import add_parts, finish, load_residual, load_rows, load_tokens, store_row_maxima, touch
-from minirt.kernels.linear.product import LOW_RANK_BLOCK, Product, ProductFacts, low_rank_step
+from minirt.kernels.linear.epilogue import (
+    add_parts,
+    finish,
+    load_residual,
+    load_rows,
+    load_tokens,
+    low_rank_step,
+    store_row_maxima,
+    touch,
+)
+from minirt.kernels.linear.product import LOW_RANK_BLOCK, Product, ProductFacts
 from minirt.kernels.prepared import compile_time, prepared, tiled
 from minirt.kernels.reference import FP8_BLOCK
 

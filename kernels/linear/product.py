@@ -8,8 +8,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from minirt.kernels.launch import Workspace, cdiv
@@ -61,16 +59,6 @@ class LowRank(NamedTuple):
     width: int
     y_stride: int
     b_stride: int
-
-
-@triton.jit
-def low_rank_step(added, i, t, n, T, N, first, COLUMNS: tl.constexpr):
-    """y [rows t, COLUMNS] and b [rows first + n, COLUMNS] of step i. Rows past T and N repeat the last ones."""
-    c = tl.arange(0, COLUMNS)
-    column = tl.load(added.steps + 1 + i) * COLUMNS + c
-    y = tl.load(added.y + tl.minimum(t, T - 1).to(tl.int64)[:, None] * added.y_stride + (i * COLUMNS + c)[None, :])
-    row = (first + tl.minimum(n, N - 1)).to(tl.int64)
-    return y, tl.load(added.b + row[:, None] * added.b_stride + column[None, :], mask=(column < added.b_stride)[None, :], other=0.0)
 
 
 class Epilogue(NamedTuple):

@@ -19,7 +19,8 @@ from minirt.adapters.files import Adapter, Linear, read_adapter, shapes_of
 from minirt.adapters.rows import LinearAdapters
 from minirt.device import is_gpu
 from minirt.errors import CheckpointError, InputError, UnsupportedError
-from minirt.kernels.adapters.operands import AdapterWeights
+from minirt.kernels.adapters.operands import AdapterWeights, most_steps
+from minirt.kernels.linear.product import LOW_RANK_BLOCK
 from minirt.layers.base import BUILT_IN
 from minirt.modeling.model import Model
 from minirt.modeling.parameters import PackedLinear
@@ -87,6 +88,10 @@ class Adapters:
     def widths(self) -> list[int]:
         """Columns of B that an adapter of each linear has."""
         return [len(place.linear.modules) * self.rank for place in self._linears]
+
+    def activation_values(self) -> int:
+        """Values of a token's y."""
+        return most_steps(max(self.widths(), default=0), self.places) * LOW_RANK_BLOCK
 
     def allocate(self) -> None:
         """Reserve memory on the model's device, and attach it to the linears. Their layers have implementations."""
