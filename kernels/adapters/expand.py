@@ -10,6 +10,7 @@ from minirt.kernels.checks import check_arguments
 from minirt.kernels.launch import Workspace, cdiv, launch_options
 from minirt.kernels.linear.epilogue import activate, low_rank_step
 from minirt.kernels.linear.product import LOW_RANK_BLOCK, LowRank
+from minirt.kernels.norm import rms_norm
 from minirt.kernels.pdl import wait_for_input
 from minirt.kernels.prepared import prepared
 
@@ -57,7 +58,8 @@ def add_adapters(
     T, N = out.shape
     N, result = (N, out) if activation is None else (N // 2, out.new_empty(T, N // 2))
     if T:
-        added = low_rank(x, weights, rows, norm_weight, eps, workspace=workspace, pdl=pdl)
+        h = x if norm_weight is None else rms_norm(x, norm_weight, eps, pdl=pdl, check=False)
+        added = low_rank(h, weights=weights, rows=rows, workspace=workspace, pdl=pdl)
         _expand(added, out, result, N, activation, pdl)
     return result
 

@@ -13,7 +13,7 @@ class AdapterWeights(NamedTuple):
     """The adapters of one linear [N, K] with P modules in S places, with ranks up to R, a multiple of 16.
 
     Args:
-        a: [S, P, R, K]. b: [N, S · P · R], finite; 0 beyond an adapter's rank, and where a row of the linear is of another module.
+        a: [S, P, R, K]. b: [N, S · P · R], finite; 0 beyond an adapter's rank, and in rows of other modules.
         scales: [S, P] fp32, with any row stride. 0: the adapter does not change the module, which may have old weights.
     """
 

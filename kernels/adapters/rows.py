@@ -61,7 +61,9 @@ def adapters_of(table: Tensor, column: int, seq_slots: Tensor, query_starts: Ten
     return out
 
 
-def used_steps(adapters: Tensor, rows: Tensor, of_rows: Tensor, widths: Tensor, most_width: int, places: int, steps: Tensor) -> None:
+def used_steps(
+    adapters: Tensor, rows: Tensor, of_rows: Tensor, widths: Tensor, most_width: int, places: int, steps: Tensor
+) -> None:
     """`reference.used_steps` of adapters [T] int32 for each of `widths` [W] int32, into `steps` [W, 1 + most] int32, and the
     adapters of `rows` [R] int64, into `of_rows` [R]."""
     count = len(widths)

@@ -1,4 +1,4 @@
-"""The epilogue of the linear kernels: what turns fp32 sums into outputs, the sum of the parts of a split K, and what adapters add.
+"""The epilogue of the linear kernels: from fp32 sums to outputs, the sum of the parts of a split K, and what adapters add.
 
 Triton and Gluon kernels call the same functions, as these contain nothing that depends on a layout. `ep` is a `Product`'s
 `Epilogue`. Sums are [rows of the weight, tokens] or [tokens, rows]: loaded values broadcast with the index tensors `n` and `t`.
@@ -152,7 +152,8 @@ def low_rank_step(added, i, t, n, T, N, first, COLUMNS: tl.constexpr):
     column = tl.load(added.steps + 1 + i) * COLUMNS + c
     y = tl.load(added.y + tl.minimum(t, T - 1).to(tl.int64)[:, None] * added.y_stride + (i * COLUMNS + c)[None, :])
     row = (first + tl.minimum(n, N - 1)).to(tl.int64)
-    return y, tl.load(added.b + row[:, None] * added.b_stride + column[None, :], mask=(column < added.b_stride)[None, :], other=0.0)
+    b_ptrs = added.b + row[:, None] * added.b_stride + column[None, :]
+    return y, tl.load(b_ptrs, mask=(column < added.b_stride)[None, :], other=0.0)
 
 
 @triton.jit

@@ -40,7 +40,7 @@ class Norm(NamedTuple):
 
 
 class LowRank(NamedTuple):
-    """What a product adds for the LoRA adapters of its rows: y · bᵀ, as if K had more columns. See `kernels/adapters/operands.py`.
+    """What a product adds for the LoRA adapters of its rows: y · bᵀ, as if K had more columns. `kernels/adapters` makes it.
 
     The columns of `b` are those of one place of an adapter after the other. A step takes `LOW_RANK_BLOCK` of them.
 
@@ -132,8 +132,8 @@ class Product(NamedTuple):
         norm: applied to x; only kernels of one token, or of few, take it. None: no norm.
         workspace: without one, K is not split.
         pdl: whether to overlap with the kernel before it in the stream (see `minirt.kernels.pdl`).
-        low_rank: of adapters; only kernels for weights of 16 or 32 bits take it. With one token, the norm's root mean square divides
-            its sums too.
+        low_rank: of adapters; only kernels for weights of 16 or 32 bits take it. With one token, the norm's root mean square
+            divides its sums too.
     """
 
     x: Tensor

@@ -106,7 +106,8 @@ class Adapters:
             P, context = len(linear.modules), layers[layer].context
             weights = AdapterWeights(
                 torch.zeros(places, P, rank, linear.in_features, dtype=dtype, device=device),
-                torch.zeros(linear.out_features, places * P * rank, dtype=dtype, device=device), self._scales[:, first : first + P],
+                torch.zeros(linear.out_features, places * P * rank, dtype=dtype, device=device),
+                self._scales[:, first : first + P],
             )  # fmt: skip
             workspace = context.workspace if implementation == "triton" else None
             linear.adapters = LinearAdapters(weights, selected, workspace, is_gpu(device) and context.pdl)
@@ -137,7 +138,8 @@ class Adapters:
         for module, linear in linears.items():
             if not (linear.a.isfinite().all() and linear.b.isfinite().all()):
                 where = f"{adapter.folder}: {module}"
-                raise CheckpointError("a weight of the adapter is infinite or NaN", where=where, expected=f"finite {self._model.dtype}")
+                expected = f"finite numbers in {self._model.dtype}"
+                raise CheckpointError("a weight of the adapter is infinite or NaN", where=where, expected=expected)
         kept = Adapter(adapter.folder, adapter.base, linears)
         self.known[name] = Known(name, kept, f"lora {secrets.token_hex(16)}")
 

@@ -1,6 +1,7 @@
 """`StepAdapters`: the adapters of a step's rows, and what layers add for them."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from minirt.kernels.step.table import ADAPTER, StepTensors
 from minirt.modeling.parameters import PackedLinear
 
 if TYPE_CHECKING:
-    from minirt.kernels.linear.product import LowRank
+    from minirt.kernels.linear.dispatch import LowRankOf
 
 
 class LinearAdapters(NamedTuple):
@@ -38,15 +39,15 @@ class BatchAdapters(NamedTuple):
     tokens: AdapterRows
     rows: AdapterRows
 
-    def before(self, linear: PackedLinear, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> "LowRank | None":
-        """What the product of rms_norm(x) takes; None: there is no adapter, or `add` comes after the product."""
+    def of(self, linear: PackedLinear) -> "LowRankOf | None":
+        """What the linear's product takes; None: there is no adapter, or `add` comes after the product."""
         adapters: LinearAdapters | None = linear.adapters
-        if adapters is None or adapters.workspace is None or linear.format is not None:
+        if adapters is None or (workspace := adapters.workspace) is None or linear.format is not None:
             return None
         from minirt.kernels.adapters.shrink import low_rank
 
-        rows, of = self.rows if adapters.selected else self.tokens, adapters.weights
-        return low_rank(x, of, rows, norm, eps, workspace=adapters.workspace, divide=len(x) > 1, pdl=adapters.pdl)
+        rows, (weights, _, _, pdl) = self.rows if adapters.selected else self.tokens, adapters
+        return partial(low_rank, weights=weights, rows=rows, workspace=workspace, pdl=pdl)
 
     def add(
         self, linear: PackedLinear, out: Tensor, x: Tensor, norm: Tensor | None = None, eps: float = 0.0,
@@ -75,11 +76,12 @@ class StepAdapters:
     """
 
     def __init__(self, places: int, tokens: int, rows: int, device: torch.device, widths: Sequence[int]) -> None:
-        self._places, self._widths, self._kernels = places, sorted(set(widths)), None
+        self._places, self._widths = places, sorted(set(widths))
+        self._kernels: Any = None
         if is_nvidia(device):
             from minirt.kernels.adapters import rows as kernels
 
-            self._kernels: Any = kernels
+            self._kernels = kernels
             self._adapters, self._of_rows = (torch.zeros(n, dtype=torch.int32, device=device) for n in (tokens, rows))
             self._on_device = torch.tensor(self._widths, dtype=torch.int32, device=device)
             most = most_steps(max(self._widths), places)
@@ -88,7 +90,8 @@ class StepAdapters:
 
     def of(self, tokens: int, rows: int) -> BatchAdapters:
         """The buffers of a step of this size. On a GPU."""
-        return BatchAdapters(AdapterRows(self._adapters[:tokens], self._by_width), AdapterRows(self._of_rows[:rows], self._by_width))
+        of_tokens, of_rows = self._adapters[:tokens], self._of_rows[:rows]
+        return BatchAdapters(AdapterRows(of_tokens, self._by_width), AdapterRows(of_rows, self._by_width))
 
     def begin(self, table: Tensor, step: StepTensors) -> BatchAdapters:
         """The rows of a step, from the table of slots and the step's input. On a GPU, they are in the buffers."""
@@ -98,7 +101,8 @@ class StepAdapters:
             steps = {width: reference.used_steps(adapters, width, self._places) for width in self._widths}
             return BatchAdapters(AdapterRows(adapters, steps), AdapterRows(adapters[step.logits_indices], steps))
         view = self.of(tokens, rows)
-        adapters = self._kernels.adapters_of(table, ADAPTER, step.seq_slots, step.query_starts, view.tokens.adapters)
+        adapters = view.tokens.adapters
+        self._kernels.adapters_of(table, ADAPTER, step.seq_slots, step.query_starts, adapters)
         self._kernels.used_steps(
             adapters, step.logits_indices, view.rows.adapters, self._on_device, self._widths[-1], self._places, self._steps
         )

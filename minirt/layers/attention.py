@@ -204,9 +204,9 @@ def triton(layer: Attention) -> Forward:
         q_norm = layer.q_norm.weight if layer.q_norm else None
         k_norm = layer.k_norm.weight if layer.k_norm else None
         norm_weight = norm.weight if norm else None
-        added = None if batch.adapters is None else batch.adapters.before(linear, x, norm_weight, eps)
+        added = None if batch.adapters is None else batch.adapters.of(linear)
         qkv = norm_linear(
-            x, norm_weight, eps, linear.weight, linear.bias, scale=linear.scale, workspace=workspace, low_rank=added, pdl=pdl,
+            x, norm_weight, eps, linear.weight, linear.bias, scale=linear.scale, workspace=workspace, adapters=added, pdl=pdl,
             check=False,
         )  # fmt: skip
         if batch.adapters is not None and added is None:
@@ -234,11 +234,11 @@ def triton(layer: Attention) -> Forward:
         )).view(-1, nq * d)  # fmt: skip
         a = layer.hooked(a, batch)
         if residual_product:
-            added = None if batch.adapters is None else batch.adapters.before(o, a)
+            added = None if batch.adapters is None else batch.adapters.of(o)
             if batch.adapters is not None and added is None:
                 batch.adapters.add(o, x, a)
             return linear_residual(
-                a, o.weight, x, o.bias, scale=o.scale, workspace=workspace, low_rank=added, pdl=pdl, check=False
+                a, o.weight, x, o.bias, scale=o.scale, workspace=workspace, adapters=added, pdl=pdl, check=False
             )
         y = norm_linear(a, None, 0.0, o.weight, o.bias, scale=o.scale, workspace=workspace, pdl=pdl, check=False)
         if batch.adapters is not None:

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -566,11 +567,11 @@ def all_adapters(calls: Calls) -> None:
             norm, activation = (empty(K), "silu") if P == 2 else (None, None)
             x, given = empty(T, K), {"workspace": calls.workspace, "pdl": calls.pdl}
             expand.add_adapters(x, weights, rows, empty(T, N), norm, 1e-6, activation, check=False, **given)
-            added = low_rank(x, weights, rows, norm, 1e-6, divide=T > 1, **given)
+            added = partial(low_rank, weights=weights, rows=rows, **given)
             if activation is None:
-                linear.linear_residual(x, empty(N, K), empty(T, N), low_rank=added, **given)
+                linear.linear_residual(x, empty(N, K), empty(T, N), adapters=added, **given)
             else:
-                linear.norm_gate_up(x, norm, 1e-6, empty(N, K), activation, low_rank=added, **given)
+                linear.norm_gate_up(x, norm, 1e-6, empty(N, K), activation, adapters=added, **given)
         widths, steps = ints(2), ints(2, 1 + most_steps(128, places))
         rows_of_adapters.used_steps(ints(T), ints(5, like=torch.int64), ints(5), widths, 128, places, steps)
     rows_of_adapters.adapters_of(ints(9, 64), 4, ints(5), ints(6), ints(300))
