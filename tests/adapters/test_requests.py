@@ -163,7 +163,7 @@ def test_what_is_refused(hf_folder, tmp_path):
         other = write_adapter(tmp_path / "b", model, 4, 0, ("down_proj",))
         with pytest.raises(MinirtError, match="no room for adapters of this linear"):
             generator.load_lora("b", other)
-        with pytest.raises(MinirtError, match="infinite or NaN"):
+        with pytest.raises(MinirtError, match="NaN or Inf"):
             generator.load_lora("b", write_adapter(tmp_path / "inf", model, 4, 0, ("q_proj",), size=float("inf")))
         assert "adapters" in str(generator.memory.rows())
         for name, place, words in ((4, some["a"], "not a name"), ("a=c", some["a"], "not a name"), ("c", None, "not a folder"),
@@ -171,6 +171,9 @@ def test_what_is_refused(hf_folder, tmp_path):
             with pytest.raises(MinirtError, match=words):
                 generator.load_lora(name, place)
         assert generator.loras == ["a"]
+    large = write_adapter(tmp_path / "large", model, 4, 0, ("q_proj",), size=1e7)
+    with pytest.raises(MinirtError, match="infinite or NaN; expected finite numbers in torch.float16"):
+        Generator.from_pretrained(folder, loras={"a": large}, dtype="float16", device="cpu")
     for loras in ({"x": None}, {"": some["a"]}, "a", {"a=b": some["a"]}):
         with pytest.raises(MinirtError, match=r"not an adapter|not a name"):
             Generator.from_pretrained(folder, loras=loras)
