@@ -37,7 +37,7 @@ BUDGET = {
     "minirt/patching": 629,
     "bench": 6_163,  # ranks compare together
     "examples": 249,  # logit lens, linear probe, steering vector, a profile, a bad layer
-    "tests": 42_805,  # windows against transformers, eight families; addressed messages; adapters; MXFP4, gpt-oss, Gemma 4; ranks
+    "tests": 42_843,  # windows, eight families; addressed messages; adapters; MXFP4, gpt-oss, Gemma 4; ranks; int4 in CUDA graphs
     "minirt/adapters": 458,  # LoRA: files, merging, places on the device, rows
     "minirt/parallel": 657,  # several GPUs: processes, messages, sums, maxima; implementations that must sum; memory; their end
 }

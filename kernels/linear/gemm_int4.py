@@ -354,7 +354,8 @@ def gemm_unpacked(product: Product, launch: Callable[[Product], None]) -> None:
     x, ep = product.x, product.epilogue
     scale, _ = scale_words(product)
     wide = unpack_weight(product.weight, scale, x.shape[1], x.dtype, product.pdl, product.invariant)
-    launch(product._replace(weight=wide, epilogue=ep._replace(scale=None)))
+    # Without PDL, since `gemm_sm90` fetches weights before it waits, and the kernel before writes these.
+    launch(product._replace(weight=wide, epilogue=ep._replace(scale=None), pdl=False))
 
 
 FAMILY = Family("gemm_int4", Int4Config, (__file__,), ("T", "N", "K", "itemsize", "gated"), rule, candidates, token_block)

@@ -17,19 +17,26 @@ from minirt.models import raw_configs
 pytestmark = pytest.mark.gpu
 FORMS = {  # "kept": of a large model, so many layers
     "Qwen2.5-0.5B": {}, "Qwen3-0.6B": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
-    "Qwen2.5-1.5B": {"quantization": "fp8"}, "embedded": {"dtype": "bfloat16"}, "SmolLM2-135M": {"quantization": "int4"},
+    "Qwen2.5-1.5B": {"quantization": "fp8"}, "embedded": {"dtype": "bfloat16", "max_model_len": 512},
+    "SmolLM2-135M": {"quantization": "int4"},
     "Qwen3-30B-A3B": {"quantization": "fp8", "kept": 4}, "gpt-oss-20b": {"kept": 4},
     "Qwen3.5-0.8B": {"kv_cache_memory": 8 << 30}, "Qwen3.5-35B-A3B": {"quantization": "fp8", "kept": 4},
 }  # fmt: skip
-DRAW = random.Random(5)
-PROMPTS = [[DRAW.randrange(500) for _ in range(n)] for n in (3, 70, 257, 700, 64, 1, 300, 1030)]
-PROMPTS += [PROMPTS[3][:650], [*PROMPTS[3][:512], 7, 8], [*PROMPTS[1], 5]]  # with prefixes of others
+LENGTHS, NEW = (3, 70, 257, 700, 64, 1, 300, 1030), 40
 PARAMS = [
     SamplingParams(
-        max_tokens=40, temperature=0.0 if i % 2 else 0.8, top_p=1.0 if i % 3 else 0.9, seed=i, logprobs=3, ignore_eos=True
+        max_tokens=NEW, temperature=0.0 if i % 2 else 0.8, top_p=1.0 if i % 3 else 0.9, seed=i, logprobs=3, ignore_eos=True
     )
-    for i in range(len(PROMPTS))
+    for i in range(len(LENGTHS) + 3)
 ]  # fmt: skip
+
+
+def prompts_of(form):
+    """Of `LENGTHS` tokens or the most that the model takes, then three with prefixes of others."""
+    draw, longest = random.Random(5), FORMS[form].get("max_model_len", 1200) - NEW
+    prompts = [[draw.randrange(500) for _ in range(min(n, longest))] for n in LENGTHS]
+    long = prompts[3]
+    return [*prompts, long[:-50], [*long[: (len(long) - 100) // 256 * 256], 7, 8], [*prompts[1], 5]]
 
 
 def generator(form, **options):
@@ -51,10 +58,11 @@ def outcome(completion):
 
 @pytest.fixture(scope="module", params=FORMS)
 def alone(request):
-    """A model's name, and the outcome of each request alone."""
+    """A model's name, prompts, and the outcome of each alone."""
+    prompts = prompts_of(request.param)
     with generator(request.param, max_num_seqs=1) as one:
-        expected = [outcome(one.generate([p], s)[0]) for p, s in zip(PROMPTS, PARAMS, strict=True)]
-    return request.param, expected
+        expected = [outcome(one.generate([p], s)[0]) for p, s in zip(prompts, PARAMS, strict=True)]
+    return request.param, prompts, expected
 
 
 COMPANIES = {
@@ -69,7 +77,7 @@ MEMORY = {  # for some of the sequences
 
 @pytest.mark.parametrize("company", COMPANIES)
 def test_the_same_bits(alone, company):
-    form, expected = alone
+    form, requests, expected = alone
     draw = random.Random(company)
     count = 245 if "256" in company else 50
     mates = [[draw.randrange(500) for _ in range(draw.randrange(1, 300))] for _ in range(count)]
@@ -79,9 +87,9 @@ def test_the_same_bits(alone, company):
         options["kv_cache_memory"] = MEMORY[form]
     with generator(form, **options) as many:
         for _ in range(2):  # then with cached prefixes
-            order = list(range(len(PROMPTS) + count))
+            order = list(range(len(requests) + count))
             draw.shuffle(order)
-            prompts, params = [*PROMPTS, *mates], [*PARAMS, *settings]
+            prompts, params = [*requests, *mates], [*PARAMS, *settings]
             done = dict(zip(order, many.generate([prompts[i] for i in order], [params[i] for i in order]), strict=True))
             for i, wanted in enumerate(expected):
                 tokens, logprobs = outcome(done[i])
@@ -91,10 +99,10 @@ def test_the_same_bits(alone, company):
 
 def test_scores_are_what_was_generated(alone):
     """The difference is exactly zero."""
-    form, expected = alone
+    form, prompts, expected = alone
     greedy = [i for i, p in enumerate(PARAMS) if p.temperature == 0]
     with generator(form) as scorer:
-        scores = scorer.score([PROMPTS[i] for i in greedy], [expected[i][0] for i in greedy])
+        scores = scorer.score([prompts[i] for i in greedy], [expected[i][0] for i in greedy])
     for i, score in zip(greedy, scores, strict=True):
         given = [one.logprob for one in expected[i][1]]
         assert [one.logprob for one in score.logprobs] == given

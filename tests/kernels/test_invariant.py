@@ -3,7 +3,7 @@
 Catches: tiles, steps or splits of K chosen by the number of tokens; another instruction for few tokens; FP8 sums that are set
 aside after other elements; attention of prompts that adds KV splits in another order than decoding, or rescales by factors that
 round; sums over a row whose order is that of a tile's layout; QK-norms by the number of tokens; other kernels, other parts of
-the router's logits, or another sum over experts, for some steps of a mixture.
+the router's logits, or another sum over experts, for some steps of a mixture; unpacked weights that are read too early.
 """
 
 import itertools
@@ -71,19 +71,10 @@ def test_powers_of_two_are_exact(device):
     assert out[:126].tolist() == [2.0**-i for i in range(126)]
 
 
-@pytest.mark.parametrize(("N", "K", "form"), [
-    (96, 576, "plain"), (512, 3584, "residual"), (4608, 3584, "bias"), (1184, 896, "gated"), (3584, 18944, "residual"),
-    (18944, 3584, "gated"), (520, 1096, "bias"), (152, 4864, "residual"), (32000, 2048, "logits"),
-    (1, 2048, "plain"),
-])  # fmt: skip
-@pytest.mark.parametrize("kind", ["bf16", "fp16", "fp8", "fp8_blocks", "fp32", "int4", "mxfp4"])
-def test_products(N, K, form, kind, device):
-    if kind == "fp8_blocks" and (N % 128 or K % 128):
-        pytest.skip("blocks of 128")
-    if kind == "fp32" and N * K > 1 << 24:
-        pytest.skip("slow")
+def of_product(N, K, form, kind, device, seed=0):
+    """compute(first token, tokens): rows of a product in an invariant step."""
     dtype = {"fp16": torch.float16, "fp32": torch.float32}.get(kind, torch.bfloat16)
-    gen = torch.Generator(device).manual_seed(N + K)
+    gen = torch.Generator(device).manual_seed(N + K + seed)
 
     def make(*shape, scale=1.0):
         return (torch.randn(*shape, generator=gen, device=device) * scale).to(dtype)
@@ -109,6 +100,21 @@ def test_products(N, K, form, kind, device):
         out = torch.full((count, N), torch.nan, dtype=torch.float32 if form == "logits" else dtype, device=device)
         return linear(Product(x[part].contiguous(), weight, out, norm if form != "residual" else None, ep, workspace, True))
 
+    return compute
+
+
+@pytest.mark.parametrize(("N", "K", "form"), [
+    (96, 576, "plain"), (512, 3584, "residual"), (4608, 3584, "bias"), (1184, 896, "gated"), (3584, 18944, "residual"),
+    (18944, 3584, "gated"), (520, 1096, "bias"), (152, 4864, "residual"), (32000, 2048, "logits"),
+    (1, 2048, "plain"),
+])  # fmt: skip
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "fp8", "fp8_blocks", "fp32", "int4", "mxfp4"])
+def test_products(N, K, form, kind, device):
+    if kind == "fp8_blocks" and (N % 128 or K % 128):
+        pytest.skip("blocks of 128")
+    if kind == "fp32" and N * K > 1 << 24:
+        pytest.skip("slow")
+    compute = of_product(N, K, form, kind, device)
     truth = torch.cat([compute(i, 1) for i in range(40)])
     assert truth.isfinite().all()
     for count in TOKENS:
@@ -117,6 +123,28 @@ def test_products(N, K, form, kind, device):
     for first, count in ((3, 20), (7, 1), (11, 290)):
         out = compute(first, count)[: 40 - first]
         assert torch.equal(out, truth[first : first + len(out)]), (first, count)
+
+
+@pytest.mark.parametrize(("N", "K", "form"), [
+    (960, 576, "plain"), (576, 576, "residual"), (1536, 576, "gated"), (576, 1536, "residual"),
+])  # fmt: skip
+@pytest.mark.parametrize("kind", ["bf16", "fp8", "int4"])
+def test_products_in_a_cuda_graph(N, K, form, kind, device):
+    """Of SmolLM2-135M, with two weights in turn. Catches a kernel that reads a weight while the kernel before still unpacks it.
+    Kernels that are launched one by one are too far apart for that, and memory of a single weight has its values already."""
+    computes = [of_product(N, K, form, kind, device, seed) for seed in (0, 1)]
+    truth = [torch.cat([compute(i, 1) for i in range(40)]) for compute in computes]
+    calls = [(i, count) for count in (1, 2, 16, 17, 64, 65, 300, 700) for i in (0, 1)]
+    for i, count in calls:  # compiles
+        computes[i](0, count)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [computes[i](0, count)[:40] for i, count in calls]
+    for _ in range(5):
+        graph.replay()
+        for (i, count), out in zip(calls, outs, strict=True):
+            differ = (out != truth[i][: len(out)]).sum().item()
+            assert not differ, f"weight {i}, {count} tokens: {differ} values differ"
 
 
 @pytest.mark.parametrize(("E", "k", "H", "inter"), [(128, 8, 2048, 768), (32, 4, 2880, 2880), (8, 2, 1024, 2112)])

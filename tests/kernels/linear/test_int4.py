@@ -206,6 +206,16 @@ def test_logits_are_not_rounded(make, nan, device):
     assert ((out - truth).norm() / truth.norm()).item() < 1e-6
 
 
+def test_the_product_of_an_unpacked_weight_starts_after_it(make, nan, device, monkeypatch):
+    """Catches PDL there: `gemm_sm90` fetches weights before it waits for the kernel before, and that one writes them."""
+    words, scale, _ = four_bits(16, 256, 128, device)
+    wide, launched = make(16, 256, dtype=torch.float16), []
+    monkeypatch.setattr(gemm_int4, "unpack_weight", lambda *operands: wide)
+    x, out = make(257, 256, dtype=torch.float16), nan(257, 16, dtype=torch.float16)
+    gemm_int4.gemm_unpacked(product(x, words, out, scale=scale, pdl=True), launched.append)
+    assert [(one.weight is wide, one.epilogue.scale, one.pdl) for one in launched] == [(True, None, False)]
+
+
 @pytest.mark.parametrize(("change", "words"), [
     (lambda w, s: (w[:, :-32].contiguous(), s), r"weight: wrong shape; expected \[any, 64\]"),
     (lambda w, s: (w.int(), s), "weight: wrong dtype; expected torch.int16"),
