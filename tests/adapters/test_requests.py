@@ -172,7 +172,7 @@ def test_what_is_refused(hf_folder, tmp_path):
                 generator.load_lora(name, place)
         assert generator.loras == ["a"]
     large = write_adapter(tmp_path / "large", model, 4, 0, ("q_proj",), size=1e7)
-    with pytest.raises(MinirtError, match="infinite or NaN; expected finite numbers in torch.float16"):
+    with pytest.raises(MinirtError, match=r"infinite or NaN; expected finite numbers in torch\.float16"):
         Generator.from_pretrained(folder, loras={"a": large}, dtype="float16", device="cpu")
     for loras in ({"x": None}, {"": some["a"]}, "a", {"a=b": some["a"]}):
         with pytest.raises(MinirtError, match=r"not an adapter|not a name"):
