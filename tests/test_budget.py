@@ -20,7 +20,7 @@ BUDGET = {
     "minirt/engine": 3_458,  # captures without garbage collection; cache groups by window; adapters: places, steps; ranks
     "minirt/step": 449,  # page tables by cache group
     "minirt/layers": 1_110,  # windows, norms and factors of families; adapters of linears; shares, row maxima too
-    "minirt/modeling": 1_789,  # 16-bit scales; windows by layer, settings of families; MXFP4; rows and columns in tensors of shares
+    "minirt/modeling": 1_789,  # 16-bit scales; windows by layer, settings of families; MXFP4; rows and columns of shares
     "minirt/loading": 1_748,  # 16-bit scales; memory of windows; adapters; experts in MXFP4; tensors of sound; parts of tensors
     "minirt/speculative": 296,
     "models": 832,  # Granite, Phi, Seed-OSS, Hunyuan, OLMo 3, EXAONE 4, Muse-Glimmer, gpt-oss, Gemma 4
