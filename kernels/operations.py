@@ -220,10 +220,9 @@ OPERATIONS = {
             check="checks:check_mixture", cost="cost", cases="moe.products:CASES",
         ),
         Operation(
-            "adapters.add:add_adapters", what="LoRA adapters of a linear layer, by row: B · A · x, added to its output",
-            arguments="x: [T, K] activations rows apart, weights.a: [S, P, R, K] of x, weights.b: [S, N, R] of x, "
-            "weights.scales: [S, P] fp32 rows apart, weights.ranks: [S, P] int32 rows apart, weights.modules: [N] int32, "
-            "groups.order: [T] int32, "
+            "adapters.expand:add_adapters", what="LoRA adapters of a linear layer, by row: B · A · x, added to its output",
+            arguments="x: [T, K] activations rows apart, weights.a: [S, P, R, K] of x, weights.b: [N, any] of x, "
+            "weights.scales: [S, P] fp32 rows apart, rows.adapters: [T] int32, "
             "out!: [T, N] of x rows apart, norm_weight?: [K: norm] of x = None",
             no_op="it takes minirt's table of adapters",
         ),
@@ -232,18 +231,11 @@ OPERATIONS = {
             cases="CASES", arguments="x: [T, H] activations, residual?: [T, H] of x = None -> out: [T, H] of x",
         ),
         Operation(
-            "collectives.all_reduce:all_reduce_norm", what="the same and RMSNorm of it", no_op=_RANKS, cases="CASES",
-            arguments="x: [T, H] activations, weight: [H: norm] of x, eps: float, residual?: [T, H] of x = None "
-            "-> out: [T, H] of x, normed: [T, H] of x",
-        ),
-        Operation(
             "collectives.gather_maxima:gather_maxima", what="the row maxima of all ranks' logits", no_op=_RANKS, cases="CASES",
             arguments="maxima: [R, P] int64 -> out: [R, any] int64",
         ),
-        Operation("adapters.groups:adapters_of", what="the adapter of each token of a step", no_op=_TABLE),
-        Operation(
-            "adapters.groups:group_rows", what="rows of a step by adapter", no_op="its result is tiles for `add_adapters`"
-        ),
+        Operation("adapters.rows:adapters_of", what="the adapter of each token of a step", no_op=_TABLE),
+        Operation("adapters.rows:used_steps", what="which adapters a step has", no_op="its result is of `add_adapters`"),
         Operation(
             "sampling.sample:sample", what="a token for each row of logits: temperature, top-k, top-p, min-p, draw", cost="cost",
             cases="CASES", exported=True, no_op="it draws with the records of minirt's sampler",

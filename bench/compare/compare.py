@@ -5,7 +5,8 @@ Errors are compared first. If one breaks its bound (`bounds`), nothing is timed:
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import nullcontext
+from dataclasses import asdict, astuple, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -151,7 +152,8 @@ def run(
     faults: list[str] = []
     whole: Row | None = None
     matmul: list[Row] = []
-    with on_device(model.device):
+    ranks, arguments = model.ranks, (list(tokens), astuple(shape), list(impl), layer)
+    with nullcontext() if ranks is None else ranks.step("call", (f"{__name__}:on_rank", arguments)), on_device(model.device):
         prompt = compare_layers.prefill(model, sequence, _cycled(tokens, 0, shape.prompt_len))
         decode = compare_layers.decode(model, sequence, texts)
         steps = [(step, [place for place in chosen if step.computes(place)]) for step in (prompt, decode)]
@@ -170,6 +172,8 @@ def run(
             whole, broken = _over_text(model, sequence, list(tokens[: shape.text_len]), progress)
             faults += broken
             progress(f"whole model: {shape.text_len} tokens compared")
+        if ranks is not None and (rank := ranks.first(bool(faults))) is not None and not faults:
+            faults.append(f"rank {rank}: its heads or states exceed their bounds")
         timed = cuda and not faults
         if timed:
             progress("times of the layers")
@@ -178,6 +182,11 @@ def run(
             progress("times of decode steps")
             whole |= _decode_on_gpu(sequence, decode)
     return Result(rows, whole, skipped, faults, matmul)
+
+
+def on_rank(model: Model, tokens: Sequence[int], shape: tuple[int, ...], impl: Sequence[str], layer: str | None) -> None:
+    """What another rank does of `run`."""
+    run(model, tokens, Shape(*shape), impl=impl, layer=layer)
 
 
 def _over_text(

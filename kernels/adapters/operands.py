@@ -1,59 +1,45 @@
-"""The operands of adapters: the weights of one linear for all adapters on the device, and the rows of a step by adapter."""
+"""The operands of adapters: the weights of one linear for all adapters on the device, and the adapters of a step's rows."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import Tensor
 
-TILE_N = 256  # rows of B; `AdapterWeights.tiles` has them
-_FEW = 256  # rows up to which tiles have 16 rows
+from minirt.kernels.launch import cdiv
+from minirt.kernels.linear.product import LOW_RANK_BLOCK
 
 
 class AdapterWeights(NamedTuple):
     """The adapters of one linear [N, K] with P modules in S places, with ranks up to R, a multiple of 16.
 
     Args:
-        a: [S, P, R, K], b: [S, N, R], zero beyond an adapter's rank.
-        scales: [S, P] fp32, ranks: [S, P] int32, with any row stride. Rank 0: the adapter does not change the module.
-        modules: [N] int32, of each row of B.
-        tiles: [n, 4] int32, the rows of B by tiles of one module: first row, end, module, and the last module. With an
-            activation, the first half are the rows of gate, and the last module is that of up.
+        a: [S, P, R, K]. b: [N, S · P · R], finite; 0 beyond an adapter's rank, and in rows of other modules.
+        scales: [S, P] fp32, with any row stride. 0: the adapter does not change the module, which may have old weights.
     """
 
     a: Tensor
     b: Tensor
     scales: Tensor
-    ranks: Tensor
-    modules: Tensor
-    tiles: Tensor
+
+    @property
+    def width(self) -> int:
+        """Columns of `b` of one place."""
+        return self.a.shape[1] * self.a.shape[2]
 
 
-class Groups(NamedTuple):
-    """The T rows of a step, by adapter.
+class AdapterRows(NamedTuple):
+    """The adapters of a step.
 
     Args:
-        order: [T] int32, the rows without an adapter first, then those of each adapter in ascending order.
-        tiles: [n, 3] int32, parts of `order` with one adapter: the adapter (−1: none), first, number of rows. 0: an unused tile.
-        block: the most rows of a tile.
+        adapters: [T] int32, the place of each row's adapter; −1: none.
+        steps: `LowRank.steps`, by the width of a linear's adapters.
     """
 
-    order: Tensor
-    tiles: Tensor
-    block: int
+    adapters: Tensor
+    steps: Mapping[int, Tensor]
 
 
-def tile_rows(rows: int) -> int:
-    """Rows of a tile in a step of so many."""
-    return 16 if rows <= _FEW else 64
-
-
-def most_tiles(rows: int, places: int) -> int:
-    """The most tiles that rows of a step have, with adapters in `places` places."""
-    return min(rows, rows // tile_rows(rows) + places + 1)
-
-
-def tiles_of(parts: list[tuple[int, int, int]]) -> list[tuple[int, int, int, int]]:
-    """`AdapterWeights.tiles` of (first row, end, module) of each part of a linear."""
-    last = parts[-1][2]
-    return [
-        (first, min(first + TILE_N, end), module, last) for start, end, module in parts for first in range(start, end, TILE_N)
-    ]
+def most_steps(width: int, places: int, rows: int | None = None) -> int:
+    """The most blocks of columns that are used by adapters of so many rows."""
+    all_blocks = cdiv(places * width, LOW_RANK_BLOCK)
+    return all_blocks if rows is None else min(all_blocks, rows * (cdiv(width - 1, LOW_RANK_BLOCK) + 1))

@@ -1,4 +1,4 @@
-"""The sum of all ranks' parts and the residual, and the RMSNorm of it, in one kernel: each rank receives the parts of all others.
+"""The sum of all ranks' parts and the residual, in one kernel: each rank receives the parts of all others.
 
 A program stores its row into the other ranks' mailboxes and waits for theirs (`peers.py`). It adds the parts in the order of the
 ranks, then the residual, in fp32, and rounds once, so all ranks have the same bits, for any number of rows. A row's wait depends
@@ -6,16 +6,13 @@ on no other row: the ranks' programs start in the same order, so the first unfin
 """
 
 import torch
-import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirt.errors import InputError
 from minirt.kernels.checks import check_arguments
-from minirt.kernels.collectives.peers import Mailbox, Peers
+from minirt.kernels.collectives.peers import Peers
 from minirt.kernels.launch import launch_options, next_power_of_2
-from minirt.kernels.norm import normalize, rms_norm
 from minirt.kernels.pdl import wait_for_input
 from minirt.kernels.prepared import prepared
 
@@ -25,10 +22,9 @@ CASES = [{"T": 1, "H": 16}, {"T": 3, "H": 97}, {"T": 17, "H": 576}, {"T": 2, "H"
 @prepared
 @triton.jit
 def _all_reduce_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, normed_ptr, box, H, eps, RANKS: tl.constexpr, BLOCK_H: tl.constexpr,
-    PDL: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, residual_ptr, out_ptr, box, H, RANKS: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Compute one row of out [T, H] and, if there is a weight, of normed [T, H]."""
+    """Compute one row of out [T, H]."""
     EMPTY: tl.constexpr = -(1 << (x_ptr.dtype.element_ty.primitive_bitwidth - 1))
     t = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_H)
@@ -38,10 +34,8 @@ def _all_reduce_kernel(
     for i in tl.static_range(1, RANKS):  # each rank begins with its successor, so that no mailbox gets all rows at once
         address = tl.load(box.addresses + (rank + i) % RANKS)
         theirs += (address.to(box.memory.dtype),)  # type: ignore[assignment]
-    if weight_ptr is not None:
-        weight = tl.load(weight_ptr + h, mask=inside, other=0.0)
     if PDL:
-        wait_for_input(EARLY)
+        wait_for_input(False)
     calls = tl.load(box.calls + t, volatile=True)
     spins = tl.where(tl.load(box.failed, volatile=True) == 0, box.spins, 1)
     x = tl.load(x_ptr + t * H + h, mask=inside, other=0.0)
@@ -71,81 +65,26 @@ def _all_reduce_kernel(
         tl.store(ptrs, tl.full((BLOCK_H,), EMPTY, bits.dtype), mask=h < tl.where(rank == source, 0, H))
     if residual_ptr is not None:
         total += residual
-    out = total.to(x.dtype)
-    tl.store(out_ptr + t * H + h, out, mask=inside)
-    if weight_ptr is not None:
-        tl.store(normed_ptr + t * H + h, normalize(out, weight, H, eps), mask=inside)
+    tl.store(out_ptr + t * H + h, total.to(x.dtype), mask=inside)
     tl.store(box.calls + t, calls + 1)
     if empty != 0:
         tl.store(box.failed, 1)
 
 
 def all_reduce(
-    x: Tensor, peers: Peers, residual: Tensor | None = None, out: Tensor | None = None, *, early: bool = False, pdl: bool = False,
-    check: bool = True,
+    x: Tensor, peers: Peers, residual: Tensor | None = None, out: Tensor | None = None, *, pdl: bool = False, check: bool = True
 ) -> Tensor:  # fmt: skip
     """residual + the sum over the ranks of x [T, H] → [T, H]. All ranks call it with the same T, H and, if given, residual.
 
-    `out` may be `x` or `residual`. More rows than the mailbox has go through PyTorch's all-reduce: it overwrites x, and rounds
-    the sum before the residual is added. `early` and `pdl`: as for `rms_norm`.
+    `out` may be `x` or `residual`. `pdl`: as for `rms_norm`.
     """
     if check:
         check_arguments("all_reduce", x=x, residual=residual, out=out)
-        _check(x, peers)
-    out = torch.empty_like(x) if out is None else out
-    if (box := _mailbox(x, peers)) is None:
-        _by_pytorch(x, peers, residual, out)
-    else:
-        _launch(x, peers, box, residual, None, 0.0, out, None, early, pdl)
-    return out
-
-
-def all_reduce_norm(
-    x: Tensor, peers: Peers, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None,
-    normed: Tensor | None = None, *, early: bool = False, pdl: bool = False, check: bool = True,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`all_reduce` and `rms_norm` of its result, in one kernel: both [T, H]. The arguments are theirs; weight: [H]."""
-    if check:
-        check_arguments("all_reduce_norm", x=x, weight=weight, residual=residual, out=out, normed=normed)
-        _check(x, peers)
-    out = torch.empty_like(x) if out is None else out
-    normed = torch.empty_like(x) if normed is None else normed
-    if (box := _mailbox(x, peers)) is None:
-        _by_pytorch(x, peers, residual, out)
-        rms_norm(out, weight, eps, normed, early=early, check=False)
-    else:
-        _launch(x, peers, box, residual, weight, eps, out, normed, early, pdl)
-    return out, normed
-
-
-def _check(x: Tensor, peers: Peers) -> None:
-    if x.dtype != peers.dtype:
-        raise InputError("wrong dtype", where="x", expected=f"{peers.dtype}, the dtype of `peers`", found=x.dtype)
-    if peers.mailbox is not None and x.shape[1] > peers.mailbox.width:
-        raise InputError("too many columns", where="x", expected=f"at most {peers.mailbox.width}", found=x.shape[1])
-
-
-def _mailbox(x: Tensor, peers: Peers) -> Mailbox | None:
-    """The mailbox, if it has room for the rows of x."""
-    return peers.mailbox if peers.mailbox is not None and len(x) <= peers.mailbox.rows else None
-
-
-def _by_pytorch(x: Tensor, peers: Peers, residual: Tensor | None, out: Tensor) -> None:
-    dist.all_reduce(x, group=peers.group)
-    if residual is not None:
-        torch.add(residual, x, out=out)
-    elif out is not x:
-        out.copy_(x)
-
-
-def _launch(
-    x: Tensor, peers: Peers, box: Mailbox, residual: Tensor | None, weight: Tensor | None, eps: float, out: Tensor,
-    normed: Tensor | None, early: bool, pdl: bool,
-) -> None:  # fmt: skip
+        peers.check(x.dtype, *x.shape)
     T, H = x.shape
+    out = torch.empty_like(x) if out is None else out
     if T:
         block = next_power_of_2(H)
         options = launch_options(min(16, max(1, block // 512)), 1, pdl)
-        _all_reduce_kernel[(T,)](
-            x, residual, weight, out, normed, box, H, eps, RANKS=peers.ranks, BLOCK_H=block, EARLY=early, **options
-        )
+        _all_reduce_kernel[(T,)](x, residual, out, peers.mailbox, H, RANKS=peers.ranks, BLOCK_H=block, **options)
+    return out

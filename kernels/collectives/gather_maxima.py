@@ -4,12 +4,10 @@ The protocol is that of `peers.py`, except that nothing is emptied: bit 31 of a 
 which use of the place the value belongs. So a program may read a value as often as it likes.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirt.errors import InputError
 from minirt.kernels.argmax import LOWEST
 from minirt.kernels.checks import check_arguments
 from minirt.kernels.collectives.peers import Peers
@@ -53,15 +51,13 @@ def gather_maxima(maxima: Tensor, peers: Peers, first: int, out: Tensor | None =
 
     All ranks call it with the same R. `peers`: of int64, with a mailbox for R rows. `first`: the id of this rank's first logit.
     """
-    (R, P), box = maxima.shape, peers.mailbox
     if check:
         check_arguments("gather_maxima", maxima=maxima, out=out)
-        if box is None or peers.dtype != torch.int64 or box.rows < R:
-            shown = "none" if box is None else f"one of {peers.dtype} for {box.rows}"
-            raise InputError("wrong mailbox", where="peers", expected=f"one of torch.int64 for {R} rows", found=shown)
+        peers.check(maxima.dtype, len(maxima), 1)
+    R, P = maxima.shape
     out = maxima.new_empty(R, peers.ranks) if out is None else out
     if R:
         block = next_power_of_2(P)
         warps = max(1, min(4, block // 256))
-        _gather_maxima_kernel[(R,)](maxima, out, box, P, first, RANKS=peers.ranks, BLOCK_P=block, num_warps=warps)
+        _gather_maxima_kernel[(R,)](maxima, out, peers.mailbox, P, first, RANKS=peers.ranks, BLOCK_P=block, num_warps=warps)
     return out

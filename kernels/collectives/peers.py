@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minirt.errors import DeviceError, UnsupportedError
+from minirt.errors import InputError, UnsupportedError
 
 _SPINS = 1 << 22  # loads in a wait before it gives up: some seconds
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -49,24 +49,22 @@ class Peers:
     Attributes:
         ranks: how many there are.
         dtype: of all parts.
-        mailbox: None: there is none, as on a CPU.
-        group: the process group, for more rows than the mailbox has and for the reference.
+        group: the process group, for the reference.
         symmetric: what PyTorch knows of the mailboxes; it keeps the mapping of the others' memory.
     """
 
     ranks: int
     dtype: torch.dtype
-    mailbox: Mailbox | None = None
+    mailbox: Mailbox
     group: Any = None
     symmetric: Any = None
 
-    def check(self) -> None:
-        """Raise DeviceError if a kernel of this rank has waited for another in vain. Waits until the GPU has no work left."""
-        if self.mailbox is not None and self.mailbox.failed.item():
-            raise DeviceError(
-                "another GPU's part of a sum did not arrive", where=f"rank {self.mailbox.addresses[-1].item()} of {self.ranks}",
-                hint="its process has ended or hangs: see its messages, and start all of them again",
-            )  # fmt: skip
+    def check(self, dtype: torch.dtype, rows: int, width: int) -> None:
+        """Raise InputError unless the mailbox is for this dtype and has room for so many rows."""
+        box = self.mailbox
+        if self.dtype != dtype or box.rows < rows or box.width < width:
+            shown = f"{box.rows} of {box.width} {self.dtype}"
+            raise InputError("wrong mailbox", where="peers", expected=f"{rows} rows of {width} {dtype}", found=shown)
 
 
 def mailbox_of(rank: int, memories: list[Tensor], spins: int = _SPINS) -> Mailbox:

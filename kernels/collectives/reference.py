@@ -5,7 +5,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minirt.kernels.collectives.peers import Peers
-from minirt.kernels.reference import rms_norm
 
 
 def all_reduce(x: Tensor, peers: Peers, residual: Tensor | None = None) -> Tensor:
@@ -21,14 +20,6 @@ def sum_of(parts: list[Tensor], residual: Tensor | None = None) -> Tensor:
     for part in parts[1:]:
         total = total + part
     return (total if residual is None else total + residual).to(parts[0].dtype)
-
-
-def all_reduce_norm(
-    x: Tensor, peers: Peers, weight: Tensor, eps: float, residual: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """`all_reduce`, and `rms_norm` of its result."""
-    out = all_reduce(x, peers, residual)
-    return out, rms_norm(out, weight, eps)
 
 
 def gather_maxima(maxima: Tensor, peers: Peers, first: int) -> Tensor:

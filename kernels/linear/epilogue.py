@@ -1,4 +1,4 @@
-"""The epilogue of the linear kernels: what turns fp32 sums into outputs, and the sum of the parts of a split K.
+"""The epilogue of the linear kernels: from fp32 sums to outputs, the sum of the parts of a split K, and what adapters add.
 
 Triton and Gluon kernels call the same functions, as these contain nothing that depends on a layout. `ep` is a `Product`'s
 `Epilogue`. Sums are [rows of the weight, tokens] or [tokens, rows]: loaded values broadcast with the index tensors `n` and `t`.
@@ -143,6 +143,17 @@ def add_parts(acc, at, inside, sums_ptr, counter_ptr, part, SPLIT: tl.constexpr)
         for i in tl.static_range(1, SPLIT):
             acc += load_part(acc, at, inside, sums_ptr, i)
     return acc, last
+
+
+@triton.jit
+def low_rank_step(added, i, t, n, T, N, first, COLUMNS: tl.constexpr):
+    """y [rows t, COLUMNS] and b [rows first + n, COLUMNS] of step i. Rows past T and N repeat the last ones."""
+    c = tl.arange(0, COLUMNS)
+    column = tl.load(added.steps + 1 + i) * COLUMNS + c
+    y = tl.load(added.y + tl.minimum(t, T - 1).to(tl.int64)[:, None] * added.y_stride + (i * COLUMNS + c)[None, :])
+    row = (first + tl.minimum(n, N - 1)).to(tl.int64)
+    b_ptrs = added.b + row[:, None] * added.b_stride + column[None, :]
+    return y, tl.load(b_ptrs, mask=(column < added.b_stride)[None, :], other=0.0)
 
 
 @triton.jit

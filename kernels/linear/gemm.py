@@ -17,8 +17,8 @@ from torch import Tensor
 from minirt.kernels.compile.tuning import Family
 from minirt.kernels.fp8 import block_scales, require_one_scale
 from minirt.kernels.launch import Gpu, cdiv, fit_stages, next_power_of_2, require_fp8, shared_limit
-from minirt.kernels.linear.epilogue import finish, load_residual, load_rows, load_tokens
-from minirt.kernels.linear.product import Product, ProductFacts
+from minirt.kernels.linear.epilogue import finish, load_residual, load_rows, load_tokens, low_rank_step
+from minirt.kernels.linear.product import LOW_RANK_BLOCK, Product, ProductFacts
 from minirt.kernels.linear.tile_order import tile_origin
 from minirt.kernels.prepared import compile_time, prepared, tiled
 
@@ -70,6 +70,7 @@ class _Constants(NamedTuple):
     TMA: bool
     TMA_OUT: bool
     PROMOTE: int
+    LOW_RANK_BLOCK: int = 0
 
 
 @triton.jit
@@ -139,7 +140,7 @@ def tile_sums(
 
 
 @triton.jit
-def _compute_tile(x, weight, ep, residual, out, first_t, first_n, T, N, C, BLOCK_N: tl.constexpr):
+def _compute_tile(x, weight, ep, residual, out, first_t, first_n, T, N, added, C, BLOCK_N: tl.constexpr):
     x_scales = ep.x_scale
     t = tl.minimum(first_t + tl.arange(0, C.BLOCK_T), T - 1)
     if C.SCALE_ROWS is not None:
@@ -151,6 +152,14 @@ def _compute_tile(x, weight, ep, residual, out, first_t, first_n, T, N, C, BLOCK
         x += t.to(tl.int64)[:, None] * C.K + k[None, :]
         weight += n.to(tl.int64)[None, :] * C.K + k[:, None]
     acc, acc_up = tile_sums(x, weight, x_scales, ep.scale, first_t, first_n, N, C, BLOCK_N, ep.activation is not None, C.TMA)
+    if added is not None:
+        t, n = first_t + tl.arange(0, C.BLOCK_T), first_n + tl.arange(0, BLOCK_N)
+        for i in tl.range(0, tl.load(added.steps), num_stages=1):
+            y, b = low_rank_step(added, i, t, n, T, N, 0, C.LOW_RANK_BLOCK)
+            acc = tl.dot(y, b.T, acc, input_precision="ieee")
+            if ep.activation is not None:
+                _, b = low_rank_step(added, i, t, n, T, N, N, C.LOW_RANK_BLOCK)
+                acc_up = tl.dot(y, b.T, acc_up, input_precision="ieee")
     t = (first_t + tl.arange(0, C.BLOCK_T))[:, None]
     n = (first_n + tl.arange(0, BLOCK_N))[None, :]
     rows = load_rows(ep, n, n < N, N, C.SCALE_ROWS is None)
@@ -169,7 +178,7 @@ def _compute_tile(x, weight, ep, residual, out, first_t, first_n, T, N, C, BLOCK
 
 @prepared
 @triton.jit(do_not_specialize=["T", "whole"])
-def _gemm_kernel(x, weight, residual, out, rest_weight, rest_residual, rest_out, ep, T, N, whole, C):
+def _gemm_kernel(x, weight, residual, out, rest_weight, rest_residual, rest_out, ep, T, N, whole, added, C):
     """Write out [T, N]. x and weight are descriptors with TMA, else pointers; residual and out are descriptors with TMA_OUT.
 
     The first `whole` tiles are computed whole. The others are cut along their columns into REST parts, with separate descriptors
@@ -178,12 +187,12 @@ def _gemm_kernel(x, weight, residual, out, rest_weight, rest_residual, rest_out,
     pid = tl.program_id(0)
     if C.REST == 1 or pid < whole:
         first_t, first_n = tile_origin(pid, T, tl.cdiv(N, C.BLOCK_N), C.BLOCK_T, C.BLOCK_N)
-        _compute_tile(x, weight, ep, residual, out, first_t, first_n, T, N, C, C.BLOCK_N)
+        _compute_tile(x, weight, ep, residual, out, first_t, first_n, T, N, added, C, C.BLOCK_N)
     else:
         PART: tl.constexpr = C.BLOCK_N // C.REST
         first_t, first_n = tile_origin(whole + (pid - whole) // C.REST, T, tl.cdiv(N, C.BLOCK_N), C.BLOCK_T, C.BLOCK_N)
         first_n += (pid - whole) % C.REST * PART
-        _compute_tile(x, rest_weight, ep, rest_residual, rest_out, first_t, first_n, T, N, C, PART)
+        _compute_tile(x, rest_weight, ep, rest_residual, rest_out, first_t, first_n, T, N, added, C, PART)
 
 
 def parts_of_rest(tiles: int, num_sms: int, block_n: int) -> int:
@@ -274,9 +283,12 @@ def gemm(product: Product, config: GemmConfig | None = None) -> None:
     promote = PROMOTE_AFTER // c.block_k if eight and not blocks else 0
     if facts.part:
         promote = facts.part // c.block_k if facts.part < K else 0
-    constants = _Constants(K, product.scale_rows, c.block_t, c.block_n, c.block_k, c.rest, tma, tma_out, promote)
+    constants = _Constants(
+        K, product.scale_rows, c.block_t, c.block_n, c.block_k, c.rest, tma, tma_out, promote,
+        LOW_RANK_BLOCK if product.low_rank else 0,
+    )  # fmt: skip
     _gemm_kernel[(whole + (tiles - whole) * c.rest,)](
-        rows, *operands, ep, T, N, whole, C=constants, num_warps=c.num_warps, num_stages=c.num_stages
+        rows, *operands, ep, T, N, whole, product.low_rank, C=constants, num_warps=c.num_warps, num_stages=c.num_stages
     )
 
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
@@ -240,18 +241,24 @@ def _fetch_weights(weight, second_weight, ring, stage, n, k, N, C):
 
 
 @gluon.jit
-def _fetch_strip(x, weight, ring, stage, t, n, k, T, C):
-    """Fetch a step of a tile that is a single strip."""
+def _fetch_strip(x, weight, ring, stage, t, n, x_k, k, T, C):
+    """Fetch a step of a tile that is a single strip, from column x_k of x and column k of the weight on."""
     x_tiles, w_tiles, _, full, _ = ring
     STRIP: gl.constexpr = w_tiles.shape[1] // 2
     bar = full.index(stage)
     mbarrier.expect(bar, (64 * C.GROUPS + STRIP) * w_tiles.shape[2] * x_tiles.dtype.primitive_bitwidth // 8)
     tma_load(weight, [n, k], bar, w_tiles.index(stage).slice(0, STRIP))
-    _fetch_rows(x, t, k, T, bar, x_tiles, stage, C)
+    _fetch_rows(x, t, x_k, T, bar, x_tiles, stage, C)
 
 
 @gluon.jit
-def _fetch_tiles(x, weight, second_weight, ring, sizes, C, PDL: gl.constexpr):
+def _added_steps(added, part, C):
+    """Steps of a program's part of K for adapters, which are those of the last part. `added`: y, b for both pairs, `steps`."""
+    return gl.where(part % C.SPLIT == C.SPLIT - 1, gl.load(added[3]), 0)
+
+
+@gluon.jit
+def _fetch_tiles(x, weight, second_weight, added, ring, sizes, C, PDL: gl.constexpr):
     """Task of the fetching warp."""
     x_tiles, w_tiles, _, full, empty = ring
     T, N, tiles, tiles_n, whole = sizes
@@ -280,12 +287,23 @@ def _fetch_tiles(x, weight, second_weight, ring, sizes, C, PDL: gl.constexpr):
             _fetch_weights(weight, second_weight, ring, stage, n, k, N, C)
             _fetch_rows(x, t, k, T, full.index(stage), x_tiles, stage, C)
             step += 1
+        if added[0] is not None:
+            for i in range(_added_steps(added, part, C)):
+                stage = wait_empty(empty, step)
+                _fetch_weights(added[1], added[2], ring, stage, n, gl.load(added[3] + 1 + i) * BLOCK_K, N, C)
+                _fetch_rows(added[0], t, i * BLOCK_K, T, full.index(stage), x_tiles, stage, C)
+                step += 1
     if C.STRIPS:
         for strip in range(gl.program_id(0), 2 * (tiles - whole), gl.num_programs(0)):
             t, n = _first_of_strip(strip, whole, T, tiles_n, C)
             for k in range(0, C.K, BLOCK_K):
-                _fetch_strip(x, weight, ring, wait_empty(empty, step), t, n, k, T, C)
+                _fetch_strip(x, weight, ring, wait_empty(empty, step), t, n, k, k, T, C)
                 step += 1
+            if added[0] is not None:
+                for i in range(_added_steps(added, 0, C)):
+                    k = gl.load(added[3] + 1 + i) * BLOCK_K
+                    _fetch_strip(added[0], added[1], ring, wait_empty(empty, step), t, n, i * BLOCK_K, k, T, C)
+                    step += 1
     if PDL:
         # Not earlier: the next kernel's programs would crowd onto the first idle SMs. They start beside the remaining products.
         gdc_launch_dependents()
@@ -412,8 +430,8 @@ def _fetch_residual(
 
 @gluon.jit
 def _multiply_tile(
-    ring, residuals, arrived, outs, buffers, ep, workspace, sizes, part, t, n, step, phase, needed, C, STRIPS: gl.constexpr,
-    GROUP: gl.constexpr,
+    ring, residuals, arrived, outs, buffers, ep, workspace, added, sizes, part, t, n, step, phase, needed, C,
+    STRIPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """64 rows of a tile, or with SPLIT of a part of K: a pair of strips, and the second pair, or with STRIPS = 1 a single strip.
 
@@ -432,6 +450,8 @@ def _multiply_tile(
     RESIDUAL: gl.constexpr = ep.residual is not None
     t = _group_row(t, T, C, GROUP)
     steps = STEPS if C.SPLIT == 1 else min(STEPS - part % C.SPLIT * PART, PART)
+    if added[0] is not None:
+        steps += _added_steps(added, part, C)
     if RESIDUAL:
         _fetch_residual(residuals, arrived, buffers, t, n, STRIPS, w_tiles.shape[1], C.SECOND, GROUP)
     acc = gl.zeros([64, WIDTH], gl.float32, WIDE)
@@ -475,7 +495,7 @@ def _multiply_tile(
 
 @gluon.jit
 def _multiply_tiles(
-    ring, residuals, residual_full, outs, buffers, ep, workspace, sizes, C, PDL: gl.constexpr, GROUP: gl.constexpr
+    ring, residuals, residual_full, outs, buffers, ep, workspace, added, sizes, C, PDL: gl.constexpr, GROUP: gl.constexpr
 ):  # fmt: skip
     """Task of one group of four warps: 64 rows of each of the program's tiles."""
     T, _, tiles, tiles_n, whole = sizes
@@ -490,13 +510,13 @@ def _multiply_tiles(
     for part in range(gl.program_id(0), whole * C.SPLIT, gl.num_programs(0)):
         t, n = _first(part // C.SPLIT, T, tiles_n, C)
         step, phase = _multiply_tile(
-            ring, residuals, arrived, outs, buffers, ep, workspace, sizes, part, t, n, step, phase, needed, C, 2, GROUP
+            ring, residuals, arrived, outs, buffers, ep, workspace, added, sizes, part, t, n, step, phase, needed, C, 2, GROUP
         )
     if C.STRIPS:
         for strip in range(gl.program_id(0), 2 * (tiles - whole), gl.num_programs(0)):
             t, n = _first_of_strip(strip, whole, T, tiles_n, C)
             step, phase = _multiply_tile(
-                ring, residuals, arrived, outs, buffers, ep, workspace, sizes, 0, t, n, step, phase, needed, C, 1, GROUP
+                ring, residuals, arrived, outs, buffers, ep, workspace, added, sizes, 0, t, n, step, phase, needed, C, 1, GROUP
             )
     tma.store_wait(0)
 
@@ -505,11 +525,12 @@ def _multiply_tiles(
 @gluon.jit(do_not_specialize=["T", "tiles", "whole"])
 def _gemm_sm90_kernel(
     x, weight, second_weight, residual, second_residual, out, second_out, ep, sums_ptr, counters_ptr, T, N, tiles, tiles_n, whole,
-    C, PDL: gl.constexpr,
+    y, b, second_b, steps_ptr, C, PDL: gl.constexpr,
 ):  # fmt: skip
     """Write out [T, N] from x [T, K] and weight [N, K] ([2N, K] if gated). Each pair of strips has separate
     descriptors. With SCALE_ROWS, the scales are those of blocks: [⌈rows / SCALE_ROWS⌉, ⌈K / 128⌉], and of x [T, ⌈K / 128⌉]. With
-    STRIPS, the tiles from `whole` on are computed strip by strip; else `whole` is `tiles`.
+    STRIPS, the tiles from `whole` on are computed strip by strip; else `whole` is `tiles`. y, b, steps: of `LowRank`, whose steps
+    follow those of K.
     """
     BLOCK_K: gl.constexpr = weight.block_type.shape[1]
     BUFFERS: gl.constexpr = C.GROUPS * (1 if residual is None and out.dtype.primitive_bitwidth == 16 else 2)
@@ -528,13 +549,14 @@ def _gemm_sm90_kernel(
     ring = (x_tiles, w_tiles, second_tiles, full, empty)
     residuals, outs, buffers = (residual, second_residual), (out, second_out), (staging, second_staging)  # of each pair of strips
     workspace = (sums_ptr, counters_ptr)
+    added = (y, b, second_b, steps_ptr)
     sizes = (T, N, tiles, tiles_n, whole)
     if C.GROUPS == 2:
         gl.warp_specialize(
             [
-                (_multiply_tiles, (ring, residuals, residual_full, outs, buffers, ep, workspace, sizes, C, PDL, 0)),
-                (_multiply_tiles, (ring, residuals, residual_full, outs, buffers, ep, workspace, sizes, C, PDL, 1)),
-                (_fetch_tiles, (x, weight, second_weight, ring, sizes, C, PDL)),
+                (_multiply_tiles, (ring, residuals, residual_full, outs, buffers, ep, workspace, added, sizes, C, PDL, 0)),
+                (_multiply_tiles, (ring, residuals, residual_full, outs, buffers, ep, workspace, added, sizes, C, PDL, 1)),
+                (_fetch_tiles, (x, weight, second_weight, added, ring, sizes, C, PDL)),
             ],
             [4, 1],
             [240, 24],
@@ -542,10 +564,10 @@ def _gemm_sm90_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply_tiles, (ring, residuals, residual_full, outs, buffers, ep, workspace, sizes, C, PDL, 0)),
-                (_multiply_tiles, (ring, residuals, residual_full, outs, buffers, ep, workspace, sizes, C, PDL, 1)),
-                (_multiply_tiles, (ring, residuals, residual_full, outs, buffers, ep, workspace, sizes, C, PDL, 2)),
-                (_fetch_tiles, (x, weight, second_weight, ring, sizes, C, PDL)),
+                (_multiply_tiles, (ring, residuals, residual_full, outs, buffers, ep, workspace, added, sizes, C, PDL, 0)),
+                (_multiply_tiles, (ring, residuals, residual_full, outs, buffers, ep, workspace, added, sizes, C, PDL, 1)),
+                (_multiply_tiles, (ring, residuals, residual_full, outs, buffers, ep, workspace, added, sizes, C, PDL, 2)),
+                (_fetch_tiles, (x, weight, second_weight, added, ring, sizes, C, PDL)),
             ],
             [4, 4, 1],
             [160, 160, 32],
@@ -794,17 +816,24 @@ def gemm_sm90(product: Product, config: GemmSm90Config | None = None) -> None:
         if workspace is None:
             raise InputError("missing", where="workspace", expected="room for the sums of a split K")
         sums, counters = workspace.sums(tiles * 2 * _ROWS * (c.width + c.second)), workspace.counters(2 * tiles)
+    low_rank = product.low_rank
+    y, b, steps = (None, None, None) if low_rank is None else (low_rank.y, low_rank.b, low_rank.steps)
     parts = ((weight, weights[0]), (weight, weights[1]), (residual, ends[0]), (residual, ends[1]), (out, ends[0]), (out, ends[1]))
-    operands = [None if tensor is None or tile is None else Tiled(tensor, tile) for tensor, tile in parts]
+    operands = [_tiled(tensor, tile) for tensor, tile in parts]
+    x_tile = x_tile if T > _ROWS else few_x_tile
     in_place = residual is not None and begin_together(residual, out)  # then no row may be computed twice: see `_first`
     constants = _Constants(
         K, gated, scale_rows, columns, c.width // (2 if gated else 1), c.second, c.num_stages, not in_place, strips, c.promote,
         sums_scale, c.split, c.groups,
     )  # fmt: skip
     _gemm_sm90_kernel[(min(tiles * c.split, c.programs),)](
-        Tiled(x, x_tile if T > _ROWS else few_x_tile), *operands, ep, sums, counters, T, N, tiles, tiles_n, whole, C=constants,
-        **launch_options(4, 1, product.pdl),
+        Tiled(x, x_tile), *operands, ep, sums, counters, T, N, tiles, tiles_n, whole, _tiled(y, x_tile), _tiled(b, weights[0]),
+        _tiled(b, weights[1]), steps, C=constants, **launch_options(4, 1, product.pdl),
     )  # fmt: skip
+
+
+def _tiled(tensor: Tensor | None, tile: Tile | None) -> Tiled | None:
+    return None if tensor is None or tile is None else Tiled(tensor, tile)
 
 
 FAMILY = Family(

@@ -34,8 +34,17 @@ from minirt.kernels.launch import (
     shared_limit,
     token_block,
 )
-from minirt.kernels.linear.epilogue import add_parts, finish, load_residual, load_rows, load_tokens, store_row_maxima, touch
-from minirt.kernels.linear.product import Product, ProductFacts
+from minirt.kernels.linear.epilogue import (
+    add_parts,
+    finish,
+    load_residual,
+    load_rows,
+    load_tokens,
+    low_rank_step,
+    store_row_maxima,
+    touch,
+)
+from minirt.kernels.linear.product import LOW_RANK_BLOCK, Product, ProductFacts
 from minirt.kernels.prepared import compile_time, prepared, tiled
 from minirt.kernels.reference import FP8_BLOCK
 
@@ -71,6 +80,7 @@ class _Constants(NamedTuple):
     Args:
         SCALE_ROWS: rows of a block with one scale; None: there are no blocks.
         SPLIT: parts of K, each of another program.
+        LOW_RANK_BLOCK: columns of a step of `LowRank`.
         ONE_ORDER: elements of K in a part, see `product.part_of`; 0: the parts are even, and a program has one.
     """
 
@@ -82,6 +92,7 @@ class _Constants(NamedTuple):
     BLOCK_T: int
     TMA: bool
     ONE_ORDER: int = 0
+    LOW_RANK_BLOCK: int = 0
 
 
 @triton.jit
@@ -110,7 +121,7 @@ def _block_scales(ep, first, n0, block, N, C):
 
 @prepared
 @triton.jit(do_not_specialize=["T"])
-def _gemm_small_kernel(x, weight, weight_ptr, ep, out_ptr, sums_ptr, counters_ptr, T, N, C, PDL: tl.constexpr):
+def _gemm_small_kernel(x, weight, weight_ptr, ep, out_ptr, sums_ptr, counters_ptr, T, N, added, C, PDL: tl.constexpr):
     """out [T, N] of T ≤ BLOCK_T tokens: acc [BLOCK_N, BLOCK_T] += weight [BLOCK_N, BLOCK_K] · xᵀ [BLOCK_K, BLOCK_T].
 
     With TMA, x and weight are descriptors, else pointers. `weight_ptr` is always a pointer, because Triton prefetches nothing
@@ -178,6 +189,13 @@ def _gemm_small_kernel(x, weight, weight_ptr, ep, out_ptr, sums_ptr, counters_pt
     if SEVERAL:
         acc = sums + acc
         acc_up = sums_up + acc_up
+    if added is not None:  # a step of adapters takes no more shared memory than one of the weight
+        for i in tl.range(0, tl.where(part == C.SPLIT - 1, tl.load(added.steps), 0), num_stages=2 if C.BLOCK_K >= 64 else 1):
+            y, b = low_rank_step(added, i, t, n, T, N, 0, C.LOW_RANK_BLOCK)
+            acc = tl.dot(b, y.T, acc, input_precision="ieee")
+            if GATED:
+                _, b = low_rank_step(added, i, t, n, T, N, N, C.LOW_RANK_BLOCK)
+                acc_up = tl.dot(b, y.T, acc_up, input_precision="ieee")
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # after the last reads, see `pdl`
     residual = load_residual(ep, at, stored)  # before the wait for the other parts
@@ -305,8 +323,10 @@ def gemm_small(product: Product, config: GemmSmallConfig | None = None) -> None:
     if tma:
         operands = (tiled(x, block_t, c.block_k), tiled(weight, c.block_n, c.block_k))
     _gemm_small_kernel[(tiles * split,)](
-        *operands, weight, ep, product.out, sums, counters, T, N,
-        C=_Constants(K, scale_rows, split, c.block_n, c.block_k, block_t, tma, facts.part),
+        *operands, weight, ep, product.out, sums, counters, T, N, product.low_rank,
+        C=_Constants(
+            K, scale_rows, split, c.block_n, c.block_k, block_t, tma, facts.part, LOW_RANK_BLOCK if product.low_rank else 0
+        ),
         maxnreg=registers(c.num_warps, c.programs), **launch_options(c.num_warps, c.num_stages, product.pdl),
     )  # fmt: skip
 

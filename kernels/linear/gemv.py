@@ -13,11 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
-from minirt.kernels.arrival import MOST_POLLS
 from minirt.kernels.compile.tuning import Family, around, cached_lookup
-from minirt.kernels.launch import Gpu, cdiv, launch_options, next_power_of_2, require_fp8
+from minirt.kernels.launch import Gpu, cdiv, launch_options, require_fp8
 from minirt.kernels.linear.epilogue import finish, load_residual, load_rows
-from minirt.kernels.linear.product import Product, ProductFacts
+from minirt.kernels.linear.product import LOW_RANK_BLOCK, Product, ProductFacts
 from minirt.kernels.prepared import compile_time, prepared
 
 WARP = 32
@@ -83,7 +82,7 @@ class _Constants(NamedTuple):
         CHUNK: neighbouring columns that a thread loads at once, and whose products it adds first.
         TILES: tiles in flight.
         MANY: whether there are several tokens, each with its programs.
-        ADAPTER: modules, most ranks of an adapter, and these as a power of two; None: there is none.
+        LOW_RANK: columns of an adapter. LOW_RANK_BLOCK: of a step of `LowRank`.
     """
 
     K: int
@@ -93,67 +92,35 @@ class _Constants(NamedTuple):
     CHUNK: int
     TILES: int
     MANY: bool
-    ADAPTER: tuple[int, int, int] | None = None
-
-
-_MISSING = tl.constexpr(-1)  # bits of an fp32 NaN that no computation gives
-_NAN = tl.constexpr(0x7FC00000)
+    LOW_RANK: int = 0
+    LOW_RANK_BLOCK: int = 0
 
 
 @triton.jit
-def _store_y(adapter, n, y, valid):
-    bits = y.to(tl.int32, bitcast=True)
-    tl.store(adapter.y + n, tl.where(bits == _MISSING, _NAN, bits), mask=valid, cache_modifier=".cg")
-
-
-@triton.jit
-def _load_expansion(adapter, place, module, n, valid, rows, C):
-    """B, scaling and y, as far as it is there, for `n` of the weight's rows."""
-    r, at = tl.arange(0, C.ADAPTER[2]), tl.maximum(place, 0)
-    inside = valid[:, None] & (r < C.ADAPTER[1])[None, :]
-    b = tl.load(adapter.b + (at.to(tl.int64) * rows + n[:, None]) * C.ADAPTER[1] + r[None, :], mask=inside, other=0.0)
-    scales = tl.load(adapter.scales + at * adapter.stride + module, mask=valid, other=0.0)
-    y_ptrs = adapter.y + module[:, None] * C.ADAPTER[1] + r[None, :]
-    return b, tl.where(place >= 0, scales, 0.0), y_ptrs, inside, tl.load(y_ptrs, mask=inside, other=0, volatile=True)
-
-
-@triton.jit
-def _expand(loaded):
-    """scaling · B · y, when all of y is there."""
-    b, scales, y_ptrs, inside, y = loaded
-    polls = 0
-    while (tl.max(tl.max((y == _MISSING).to(tl.int32), 1), 0) > 0) & (polls < MOST_POLLS):
-        y, polls = tl.load(y_ptrs, mask=inside, other=0, volatile=True), polls + 1
-    # Plus 0, which the compiler does not know: all lanes add rounded products to those of others.
-    products = b.to(tl.float32) * y.to(tl.float32, bitcast=True) + tl.minimum(scales, 0.0)[:, None] * 0.0
-    return tl.sum(products, 1) * scales
+def _low_rank_tiles(added, n, k, N, GATED: tl.constexpr, C):
+    """Tiles of rows of b (each of gate and of up, if gated); columns that the token's adapter has, and the first of them in y."""
+    place = tl.load(added.adapters)
+    first = tl.multiple_of(tl.maximum(place, 0) * C.LOW_RANK, 16)
+    b_ptrs = added.b + tl.minimum(n, N - 1).to(tl.int64)[:, None] * added.b_stride + first + k[None, :]
+    tiles, width = (), tl.where(place >= 0, C.LOW_RANK, 0)
+    for i in tl.static_range((C.LOW_RANK + C.BLOCK_K - 1) // C.BLOCK_K):
+        inside = (i * C.BLOCK_K + k < width)[None, :]
+        tiles += (tl.load(b_ptrs + i * C.BLOCK_K, mask=inside, other=0.0),)
+        if GATED:
+            tiles += (tl.load(b_ptrs + tl.cast(N, tl.int64) * added.b_stride + i * C.BLOCK_K, mask=inside, other=0.0),)
+    return tiles, width, first - tl.load(added.steps + 1) * C.LOW_RANK_BLOCK
 
 
 @prepared
 @triton.jit
-def _gemv_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, adapter, C, PDL: tl.constexpr):
-    """Computes BLOCK_N values of out [N] of token program_id(1). Scales of blocks multiply the sum of each chunk of products.
-
-    With an adapter, the first programs compute y = A · norm(x) in the same way, whose rows are taken for rows of the weight. The
-    others wait for it when they have their sums.
-    """
+def _gemv_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, added, C, PDL: tl.constexpr):
+    """Computes BLOCK_N values of out [N] of token program_id(1). Scales of blocks multiply the sum of each chunk of products."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # at the start, see `pdl`
     GATED: tl.constexpr = ep.activation is not None
     BLOCKS: tl.constexpr = C.SCALE_ROWS is not None
     COUNT: tl.constexpr = (C.K + C.BLOCK_K - 1) // C.BLOCK_K
-    program = tl.program_id(0)
-    if adapter is not None:
-        A_ROWS: tl.constexpr = C.ADAPTER[0] * C.ADAPTER[1] // (2 if GATED else 1)
-        A_PROGRAMS: tl.constexpr = (A_ROWS + C.BLOCK_N - 1) // C.BLOCK_N
-        place, added, added_up = tl.load(adapter.tiles), (), ()
-        shrinks = program < A_PROGRAMS
-        if shrinks:
-            weight_ptr = adapter.a + tl.maximum(place, 0).to(tl.int64) * (C.ADAPTER[0] * C.ADAPTER[1] * C.K)
-            N = tl.full((), A_ROWS, tl.int32)
-        else:
-            program -= A_PROGRAMS
-    n0 = program * C.BLOCK_N
+    n0 = tl.program_id(0) * C.BLOCK_N
     n = n0 + tl.arange(0, C.BLOCK_N)
     valid = n < N
     at = n
@@ -176,15 +143,12 @@ def _gemv_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, adapter, C, PDL: tl.co
             gate_scales += (chunk_scales(ep.scale, 0, n0, N, i, C),)
             if GATED:
                 up_scales += (chunk_scales(ep.scale, N, n0, N, i, C),)
-    expands = valid
-    if adapter is not None:
-        expands = n < tl.where(shrinks, 0, N)
-        module = tl.load(adapter.modules + n, mask=expands, other=0)
-        module_up = tl.load(adapter.modules + N + n, mask=expands, other=0) if GATED else module
-    rows = load_rows(ep, n, expands, N, not BLOCKS)
+    rows = load_rows(ep, n, valid, N, not BLOCKS)
+    if added is not None:
+        b_tiles, width, y_start = _low_rank_tiles(added, n, k, N, GATED, C)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    residual = load_residual(ep, at, expands)
+    residual = load_residual(ep, at, valid)
     squares = tl.zeros((C.BLOCK_K,), tl.float32)
     gate_sums = tl.zeros((C.BLOCK_N, C.BLOCK_K // C.CHUNK), tl.float32)
     up_sums = gate_sums
@@ -207,26 +171,21 @@ def _gemv_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, adapter, C, PDL: tl.co
                 up += (load_tile(up_ptrs, k[None, :], i + C.TILES, C, "evict_first"),)
                 if BLOCKS:
                     up_scales += (chunk_scales(ep.scale, N, n0, N, i + C.TILES, C),)
-        if adapter is not None and i == 0:  # now `place` is there, and nothing waits for it
-            added = _load_expansion(adapter, place, module, n, expands, 2 * N if GATED else N, C)
+    if added is not None:
+        for i in tl.static_range((C.LOW_RANK + C.BLOCK_K - 1) // C.BLOCK_K):
+            y = tl.load(added.y + y_start + i * C.BLOCK_K + k, mask=i * C.BLOCK_K + k < width, other=0.0).to(tl.float32)
             if GATED:
-                added_up = _load_expansion(adapter, place, module_up, N + n, expands, 2 * N, C)
+                gate_sums += chunk_products(b_tiles[2 * i], y, C.CHUNK)
+                up_sums += chunk_products(b_tiles[2 * i + 1], y, C.CHUNK)
+            else:
+                gate_sums += chunk_products(b_tiles[i], y, C.CHUNK)
     inverse_rms = 1.0
     if norm is not None:
         inverse_rms = tl.rsqrt(tl.sum(squares, 0) / C.K + norm.eps)
     result = tl.sum(gate_sums, 1) * inverse_rms
     result_up = tl.sum(up_sums, 1) * inverse_rms
-    if adapter is not None:
-        if shrinks:
-            _store_y(adapter, n, result, valid)
-            if GATED:
-                _store_y(adapter, N + n, result_up, valid)
-        else:
-            result += _expand(added)
-            if GATED:
-                result_up += _expand(added_up)
     result = finish(result, result_up, rows, (), residual, ep)
-    tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=expands)
+    tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=valid)
 
 
 def rule(facts: ProductFacts, gpu: Gpu) -> GemvConfig:
@@ -314,12 +273,10 @@ def gemv(product: Product, config: GemvConfig | None = None) -> None:
         require_fp8(x.device)
     of = facts, product.scale_rows if facts.blocks else None, weight.data_ptr() % 16 == 0, T > 1, product.pdl
     programs, constants, options = _lookup_plan(x.device, *of) if config is None else _plan(config, *of)
-    if (adapter := product.adapter) is not None:
-        _, modules, ranks, _ = adapter.a.shape
-        constants = constants._replace(ADAPTER=(modules, ranks, next_power_of_2(ranks)))
-        programs += cdiv(modules * ranks // (2 if facts.gated else 1), constants.BLOCK_N)
+    if product.low_rank is not None:
+        constants = constants._replace(LOW_RANK=product.low_rank.width, LOW_RANK_BLOCK=LOW_RANK_BLOCK)
     _gemv_kernel[(programs, T)](
-        x, product.norm, weight, product.epilogue, product.out, facts.N, adapter, C=constants, **options
+        x, product.norm, weight, product.epilogue, product.out, facts.N, product.low_rank, C=constants, **options
     )
 
 

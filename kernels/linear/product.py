@@ -18,6 +18,7 @@ _new = tuple.__new__
 _LONGEST_PART = 2048  # elements of K: Hopper's tensor cores add fp8 products with about 14 bits
 _PROGRAMS = 320  # that read at full bandwidth. A constant: the order of sums must not depend on the GPU
 _MOST_PARTS = 8
+LOW_RANK_BLOCK = 64  # columns of `LowRank.b` of a step
 
 
 class RowMaxima(NamedTuple):
@@ -38,23 +39,26 @@ class Norm(NamedTuple):
     eps: float
 
 
-class TokenAdapter(NamedTuple):
-    """The adapter of a product of one token: scaling · B · A · norm(x) is added to the sums. See `kernels/adapters/operands.py`.
+class LowRank(NamedTuple):
+    """What a product adds for the LoRA adapters of its rows: y · bᵀ, as if K had more columns. `kernels/adapters` makes it.
+
+    The columns of `b` are those of one place of an adapter after the other. A step takes `LOW_RANK_BLOCK` of them.
 
     Attributes:
-        a: [S, P, R, K], b: [S, rows of the weight, R], zero beyond an adapter's rank.
-        scales: [S, P], with this row stride. `modules`: [rows of the weight] int32.
-        tiles: the place of the token's adapter is its first value; −1: it has none.
-        y: [P · R] int32, all −1: programs of the product store A · norm(x) here as fp32, and others wait for what is not −1.
+        y: [T, columns of all steps], of x's dtype, 0 in columns of other adapters than the row's.
+        b: [rows of the weight, places · width], as `AdapterWeights.b`, finite.
+        adapters: [T] int32, the place of each row's adapter; −1: none.
+        steps: int32: how many steps there are, then the block of columns of `b` of each.
+        width: columns of `b` of one place. y_stride, b_stride: of rows.
     """
 
-    a: Tensor
-    b: Tensor
-    scales: Tensor
-    modules: Tensor
-    tiles: Tensor
     y: Tensor
-    stride: int
+    b: Tensor
+    adapters: Tensor
+    steps: Tensor
+    width: int
+    y_stride: int
+    b_stride: int
 
 
 class Epilogue(NamedTuple):
@@ -128,7 +132,8 @@ class Product(NamedTuple):
         norm: applied to x; only kernels of one token, or of few, take it. None: no norm.
         workspace: without one, K is not split.
         pdl: whether to overlap with the kernel before it in the stream (see `minirt.kernels.pdl`).
-        adapter: only `gemv` takes one, of one token and a weight of 16 or 32 bits.
+        low_rank: of adapters; only kernels for weights of 16 or 32 bits take it. With one token, the norm's root mean square
+            divides its sums too.
     """
 
     x: Tensor
@@ -138,7 +143,7 @@ class Product(NamedTuple):
     epilogue: Epilogue = Epilogue()
     workspace: Workspace | None = None
     pdl: bool = False
-    adapter: TokenAdapter | None = None
+    low_rank: LowRank | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -18,8 +18,9 @@ from torch import Tensor
 from minirt.adapters.files import Adapter, Linear, read_adapter, shapes_of
 from minirt.adapters.rows import LinearAdapters
 from minirt.device import is_gpu
-from minirt.errors import InputError, UnsupportedError
-from minirt.kernels.adapters.operands import AdapterWeights, tiles_of
+from minirt.errors import CheckpointError, InputError, UnsupportedError
+from minirt.kernels.adapters.operands import AdapterWeights, most_steps
+from minirt.kernels.linear.product import LOW_RANK_BLOCK
 from minirt.layers.base import BUILT_IN
 from minirt.modeling.model import Model
 from minirt.modeling.parameters import PackedLinear
@@ -73,7 +74,7 @@ class Adapters:
             self._linears.append(place._replace(first=count))
             count += len(place.linear.modules)
         self._modules = {module for place in self._linears for module in place.linear.modules}
-        self._ranks = self._scales = torch.zeros(0)
+        self._scales = torch.zeros(0)
         self._count = count
         for name, adapter in read.items():
             self.add(name, adapter)
@@ -81,40 +82,35 @@ class Adapters:
 
     def nbytes(self, dtype: torch.dtype) -> int:
         """Bytes on the device."""
-        sizes = (len(p.linear.modules) * p.linear.in_features + p.linear.out_features for p in self._linears)
-        return self.places * (sum(sizes) * self.rank * dtype.itemsize + 8 * self._count)
+        sizes = (len(p.linear.modules) * (p.linear.in_features + p.linear.out_features) for p in self._linears)
+        return self.places * (sum(sizes) * self.rank * dtype.itemsize + 4 * self._count)
 
-    def sizes(self) -> list[int]:
-        """Rows of A that an adapter of each linear has, once for each layer that uses it."""
-        known = {id(place.linear) for place in self._linears}
-        used = (getattr(layer, name) for layer in self._model.layers for name in layer.adaptable)
-        return [len(linear.modules) * self.rank for linear in used if id(linear) in known]
+    def widths(self) -> list[int]:
+        """Columns of B that an adapter of each linear has."""
+        return [len(place.linear.modules) * self.rank for place in self._linears]
+
+    def activation_values(self) -> int:
+        """Values of a token's y."""
+        return most_steps(max(self.widths(), default=0), self.places) * LOW_RANK_BLOCK
 
     def allocate(self) -> None:
         """Reserve memory on the model's device, and attach it to the linears. Their layers have implementations."""
         model, places, rank = self._model, self.places, self.rank
         device, dtype = model.device, model.dtype
-        implementations = {layer.name: layer.implementation for layer in model.layers}
-        self._ranks = torch.zeros(places, self._count, dtype=torch.int32, device=device)
+        layers = {layer.name: layer for layer in model.layers}
         self._scales = torch.zeros(places, self._count, dtype=torch.float32, device=device)
-        pdl = is_gpu(device) and model.layers[0].context.pdl
         for linear, selected, layer, first in self._linears:
-            if implementations[layer] not in BUILT_IN:
-                what, hint = f"implementation {implementations[layer]!r} applies no adapters", "use --merge, or another --impl"
+            if (implementation := layers[layer].implementation) not in BUILT_IN:
+                what, hint = f"implementation {implementation!r} applies no adapters", "use --merge, or another --impl"
                 raise UnsupportedError(what, where=layer, expected=" or ".join(sorted(BUILT_IN)), hint=hint)
-            modules, rows, parts = linear.modules, 0, list[tuple[int, int, int]]()
-            for part in linear.parts:
-                parts.append((rows, rows + part.rows, modules.index(part.name)))
-                rows += part.rows
-            of_rows = [module for start, end, module in parts for _ in range(start, end)]
-            columns = slice(first, first + len(modules))
+            P, context = len(linear.modules), layers[layer].context
             weights = AdapterWeights(
-                torch.zeros(places, len(modules), rank, linear.in_features, dtype=dtype, device=device),
-                torch.zeros(places, linear.out_features, rank, dtype=dtype, device=device),
-                self._scales[:, columns], self._ranks[:, columns], torch.tensor(of_rows, dtype=torch.int32, device=device),
-                torch.tensor(tiles_of(parts), dtype=torch.int32, device=device),
+                torch.zeros(places, P, rank, linear.in_features, dtype=dtype, device=device),
+                torch.zeros(linear.out_features, places * P * rank, dtype=dtype, device=device),
+                self._scales[:, first : first + P],
             )  # fmt: skip
-            linear.adapters = LinearAdapters(weights, selected, implementations[layer] == "triton", pdl)
+            workspace = context.workspace if implementation == "triton" else None
+            linear.adapters = LinearAdapters(weights, selected, workspace, is_gpu(device) and context.pdl)
 
     def read(self, folder: str | Path) -> Adapter:
         """Read an adapter that comes later. Any thread may call it."""
@@ -132,12 +128,18 @@ class Adapters:
 
         Raises:
             InputError: it is no name.
+            CheckpointError: a weight is infinite or NaN, in the model's dtype. It would change rows of other adapters.
         """
         adapter_name(name, "name")
         linears = {
             module: linear._replace(a=self._on_host(linear.a), b=self._on_host(linear.b))
             for module, linear in adapter.linears.items()
         }
+        for module, linear in linears.items():
+            if not (linear.a.isfinite().all() and linear.b.isfinite().all()):
+                where = f"{adapter.folder}: {module}"
+                expected = f"finite numbers in {self._model.dtype}"
+                raise CheckpointError("a weight of the adapter is infinite or NaN", where=where, expected=expected)
         kept = Adapter(adapter.folder, adapter.base, linears)
         self.known[name] = Known(name, kept, f"lora {secrets.token_hex(16)}")
 
@@ -201,23 +203,23 @@ class Adapters:
             del self._loads[place]
 
     def _copy(self, to: int, linears: Mapping[str, Linear]) -> None:
-        ranks, scales = torch.zeros(self._count, dtype=torch.int32), torch.zeros(self._count)
+        scales = torch.zeros(self._count)
         for linear, _, _, first in self._linears:
             weights: AdapterWeights = linear.adapters.weights
+            b = weights.b.view(linear.out_features, self.places, -1, self.rank)[:, to]
             for number, module in enumerate(linear.modules):
                 if (adapter := linears.get(module)) is None:
                     continue
-                ranks[first + number], scales[first + number] = adapter.rank, adapter.scaling
-                weights.a[to, number, : adapter.rank].copy_(adapter.a, non_blocking=True)
-                weights.a[to, number, adapter.rank :].zero_()
+                scales[first + number], rank = adapter.scaling, adapter.rank
+                weights.a[to, number, :rank].copy_(adapter.a, non_blocking=True)
+                weights.a[to, number, rank:].zero_()
                 start = 0
                 for part in linear.parts:
                     if part.name == module:
                         rows = adapter.b if part.of is None else part.of.take(adapter.b, part.stored_rows, 0, module)
-                        weights.b[to, start : start + part.rows, : adapter.rank].copy_(rows, non_blocking=True)
-                        weights.b[to, start : start + part.rows, adapter.rank :].zero_()
+                        b[start : start + part.rows, number, :rank].copy_(rows, non_blocking=True)
+                        b[start : start + part.rows, number, rank:].zero_()
                     start += part.rows
-        self._ranks[to].copy_(ranks, non_blocking=True)
         self._scales[to].copy_(scales, non_blocking=True)
 
 

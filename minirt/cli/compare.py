@@ -15,7 +15,7 @@ from minirt.cli.help import command
 from minirt.cli.output import emit
 from minirt.cli.report import progress_of, words_of
 from minirt.cli.settings import COUNT, options_of
-from minirt.errors import NumericsError, UnsupportedError
+from minirt.errors import NumericsError
 from minirt.settings import setting
 
 if TYPE_CHECKING:
@@ -61,15 +61,13 @@ def compare(ctx: click.Context, layer: str | None, everything: bool, **options: 
     eager.
 
     --impl selects what is compared with eager; by default Triton, wherever it can run. On a CPU the kernels run in Triton's
-    interpreter: errors are valid, and nothing is timed. Default lengths are limited to the model's context.
+    interpreter: errors are valid, and nothing is timed. Default lengths are limited to the model's context. With
+    --tensor-parallel, all ranks compare their shares together; figures are those of the first.
     """
     if layer is not None and everything:
         raise click.UsageError("--layer and --all exclude each other")
     if layer is not None and options["num_tokens"] is not None:
         raise click.UsageError("--num-tokens has no effect with --layer, which does not run the whole model")
-    if options["tensor_parallel"] > 1:
-        what, hint = "layers are compared on one GPU", "leave it out; their shares run the same kernels"
-        raise UnsupportedError(what, where="--tensor-parallel", expected=1, found=options["tensor_parallel"], hint=hint)
     quiet, picture = options["quiet"], options["picture"]
     check_picture(picture)
     name = options["model"] = shared.model_name(options, quiet)

@@ -204,12 +204,12 @@ def triton(layer: Attention) -> Forward:
         q_norm = layer.q_norm.weight if layer.q_norm else None
         k_norm = layer.k_norm.weight if layer.k_norm else None
         norm_weight = norm.weight if norm else None
-        adapter = None if batch.adapters is None else batch.adapters.before(linear, x)
+        added = None if batch.adapters is None else batch.adapters.of(linear)
         qkv = norm_linear(
-            x, norm_weight, eps, linear.weight, linear.bias, scale=linear.scale, workspace=workspace, adapter=adapter, pdl=pdl,
+            x, norm_weight, eps, linear.weight, linear.bias, scale=linear.scale, workspace=workspace, adapters=added, pdl=pdl,
             check=False,
         )  # fmt: skip
-        if batch.adapters is not None and adapter is None:
+        if batch.adapters is not None and added is None:
             batch.adapters.add(linear, qkv, x, norm_weight, eps)
         gate = None
         if settings.gate is not None:
@@ -234,11 +234,11 @@ def triton(layer: Attention) -> Forward:
         )).view(-1, nq * d)  # fmt: skip
         a = layer.hooked(a, batch)
         if residual_product:
-            adapter = None if batch.adapters is None else batch.adapters.before(o, a)
-            if batch.adapters is not None and adapter is None:
+            added = None if batch.adapters is None else batch.adapters.of(o)
+            if batch.adapters is not None and added is None:
                 batch.adapters.add(o, x, a)
             return linear_residual(
-                a, o.weight, x, o.bias, scale=o.scale, workspace=workspace, adapter=adapter, pdl=pdl, check=False
+                a, o.weight, x, o.bias, scale=o.scale, workspace=workspace, adapters=added, pdl=pdl, check=False
             )
         y = norm_linear(a, None, 0.0, o.weight, o.bias, scale=o.scale, workspace=workspace, pdl=pdl, check=False)
         if batch.adapters is not None:

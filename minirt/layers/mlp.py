@@ -118,11 +118,11 @@ def triton(layer: MLP) -> Forward:
 
     def forward(x: Tensor, batch: Batch, kv: None) -> Tensor:
         weight = norm.weight if norm else None
-        adapter = None if batch.adapters is None else batch.adapters.before(gate_up, x)
-        if batch.adapters is None or gate_up.adapters is None or adapter is not None:
+        added = None if batch.adapters is None else batch.adapters.of(gate_up)
+        if batch.adapters is None or gate_up.adapters is None or added is not None:
             h = norm_gate_up(
                 x, weight, eps, gate_up.weight, activation, bias=gate_up.bias, scale=gate_up.scale, workspace=workspace,
-                adapter=adapter, pdl=pdl, check=False,
+                adapters=added, pdl=pdl, check=False,
             )  # fmt: skip
         else:
             both = norm_linear(
@@ -131,11 +131,11 @@ def triton(layer: MLP) -> Forward:
             h = batch.adapters.add(gate_up, both, x, weight, eps, activation)
         h = layer.hooked(h, batch)
         if residual_product:
-            adapter = None if batch.adapters is None else batch.adapters.before(down, h)
-            if batch.adapters is not None and adapter is None:
+            added = None if batch.adapters is None else batch.adapters.of(down)
+            if batch.adapters is not None and added is None:
                 batch.adapters.add(down, x, h)
             return linear_residual(
-                h, down.weight, x, down.bias, scale=down.scale, workspace=workspace, adapter=adapter, pdl=pdl, check=False
+                h, down.weight, x, down.bias, scale=down.scale, workspace=workspace, adapters=added, pdl=pdl, check=False
             )
         y = norm_linear(h, None, 0.0, down.weight, down.bias, scale=down.scale, workspace=workspace, pdl=pdl, check=False)
         if batch.adapters is not None:

@@ -329,9 +329,10 @@ def estimate_step(model: Model, limits: EngineLimits, cuda_graphs: bool) -> int:
     config, size, length, tokens = model.config, model.dtype.itemsize, limits.max_model_len, limits.max_num_batched_tokens
     rows = limits.max_logits_rows if limits.max_drafts else limits.max_num_seqs
     row = (2 * config.hidden_size + max(layer.activation_values for layer in model.layers)) * size
-    if model.adapters is not None:  # gate and up, before their activation
-        gated = (op.linear.out_features for layer in model.layers for op in layer.linear_ops() if op.gated and not op.experts)
-        row += max(gated, default=0) * size
+    if model.adapters is not None:  # y of a linear; gate and up before their activation, if adapters are added after the product
+        gated = (op.linear for layer in model.layers for op in layer.linear_ops() if op.gated and not op.experts)
+        row += max((linear.out_features for linear in gated if linear.format is not None), default=0) * size
+        row += model.adapters.activation_values() * size
     logits = rows * config.vocab_size * 4
     slot = slot_bytes(config.vocab_size, length) + 4 * (-(-length // PAGE_SIZE) + limits.keeps_history * length)
     total = tokens * row + 3 * logits + min(rows, PROCESSED_ROWS) * config.vocab_size * 4 + limits.max_num_seqs * slot

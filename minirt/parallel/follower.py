@@ -10,6 +10,8 @@ import sys
 import threading
 import time
 import warnings
+from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from minirt.generator import Generator
 from minirt.loading.options import LoadOptions
 from minirt.modeling.parameters import Shard
 from minirt.parallel.messages import Ring, unpack
-from minirt.parallel.ranks import BEAT_SECONDS, Ranks, failed
+from minirt.parallel.ranks import BEAT_SECONDS, Ranks, StepRefused, failed
 from minirt.user_code import import_file
 
 
@@ -63,17 +65,21 @@ def follow(runner: Runner, ring: Ring, place: int, leader: _Leader) -> None:
     forward: Forward | None = None
     while True:
         what, value = unpack(ring.read(place, leader.wait))
-        if what == "start":
-            runner.start(value)
-        elif what == "forward":
-            forward = runner.forward(value)
-        elif what == "draw" and forward is not None:
-            if value is not None:
-                runner.masks(len(value)).copy_(torch.from_numpy(value.copy()))
-            runner.draw(forward)
-            forward = None
-        else:
-            return
+        with suppress(StepRefused):  # by rank 0, too
+            if what == "start":
+                runner.start(value)
+            elif what == "forward":
+                forward = runner.forward(value)
+            elif what == "draw" and forward is not None:
+                if value is not None:
+                    runner.masks(len(value)).copy_(torch.from_numpy(value.copy()))
+                runner.draw(forward)
+                forward = None
+            elif what == "call":
+                module, _, name = value[0].partition(":")
+                getattr(import_module(module), name)(runner.model, *value[1])
+            else:
+                return
 
 
 def main(descriptor: int, memory: int) -> int:

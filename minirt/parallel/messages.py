@@ -78,8 +78,11 @@ class Ring:
     def __init__(self, readers: int, descriptor: int | None = None) -> None:
         self._readers = readers
         if descriptor is None:
-            with tempfile.TemporaryFile() as file:  # where there is no file in memory
-                descriptor = os.memfd_create("minirt") if hasattr(os, "memfd_create") else os.dup(file.fileno())
+            if hasattr(os, "memfd_create"):
+                descriptor = os.memfd_create("minirt")
+            else:
+                descriptor, path = tempfile.mkstemp()
+                os.unlink(path)
             os.ftruncate(descriptor, 8 * _PLACES + _BYTES)
         self.descriptor = descriptor
         self._memory = mmap.mmap(descriptor, 8 * _PLACES + _BYTES)

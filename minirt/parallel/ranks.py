@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from minirt import errors
-from minirt.device import is_out_of_memory, pick_device
+from minirt.device import free_memory, is_out_of_memory, pick_device
 from minirt.engine.execute.sampler import StepOutOfMemory
 from minirt.errors import DeviceError, MinirtError, RankFailedError, UnsupportedError
 from minirt.layers.base import BUILT_IN, Forward, Implementation, Layer
@@ -37,7 +37,7 @@ from minirt.parallel.runner import RankRunner
 from minirt.settings import settings_of
 from minirt.speculative.options import SpeculativeOptions
 from minirt.step.batch import Batch
-from minirt.step.kv_cache import LayerCache
+from minirt.step.kv_cache import KVCache, LayerCache
 from minirt.user_code import imported
 
 BEAT_SECONDS = 0.5  # between signs of life of a rank
@@ -55,6 +55,10 @@ def failed(error: BaseException) -> RankFailedError:
     return RankFailedError(f"{type(error).__name__}: {error}", hint="load the model again")
 
 
+class StepRefused(StepOutOfMemory):
+    """All ranks have refused a step, because one has no memory for it: they are at the same step, and can go on."""
+
+
 class Ranks:
     """What the ranks have in common. As a context: an exception within ends all ranks.
 
@@ -66,6 +70,7 @@ class Ranks:
     """
 
     runner = RankRunner
+    _step_bytes = 0  # of the largest step, by this rank's memory plan
 
     def __init__(self, shard: Shard, device: torch.device, folder: str) -> None:
         self.shard, self.device = shard, device
@@ -80,9 +85,40 @@ class Ranks:
         names = "pages", "context", "max_num_batched_tokens", "max_num_seqs", "snapshots"
         windows = sorted(plan.window_pages)
         values = [getattr(plan, name) for name in names] + [plan.window_pages[window] for window in windows]
-        least = self.reduction.least(values)
+        self._step_bytes, least = plan.step, self.reduction.least(values)
         of_windows = dict(zip(windows, least[len(names) :], strict=True))
         return replace(plan, **dict(zip(names, least, strict=False)), window_pages=of_windows)
+
+    def admit(self, model: Any, cache: KVCache, batch: Batch) -> None:
+        """Wait until all ranks know that each has memory for a step without a CUDA graph.
+
+        Raises:
+            StepRefused: on all ranks, if one has too little.
+        """
+        if (rank := self.first(not self.has_memory(model, cache, batch))) is not None:
+            raise StepRefused(None, f"too little on rank {rank}")
+
+    def first(self, holds: bool) -> int | None:
+        """The first rank of which something holds; None: of none. Waits for all ranks."""
+        rank = self.reduction.least([self.shard.rank if holds else self.shard.ranks])[0]
+        return rank if rank < self.shard.ranks else None
+
+    def has_memory(self, model: Any, cache: KVCache, batch: Batch) -> bool:
+        """Whether this rank has memory for a step: as much as the plan has for the largest one, or what a dry run takes."""
+        if self.device.type != "cuda" or free_memory(self.device) >= self._step_bytes:
+            return True
+        if any(row.implementation != "triton" for row in model.plan.rows):  # others would write to the cache
+            return True
+        from minirt.kernels.compile.ahead_of_time import without_launches
+
+        try:
+            with without_launches(self.device):
+                model.dry_run(batch, cache)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
+        return True
 
     def checked(self, chosen: Implementation) -> Implementation:
         """An implementation of users that must add the products of all ranks; else results would be wrong."""
@@ -106,7 +142,8 @@ class Ranks:
         return replace(chosen, factory=factory)
 
     def step(self, what: str, value: Any) -> AbstractContextManager[Any]:
-        """Context in which this rank does a part of a step: `start` or `forward` of a plan, or `draw` with masks."""
+        """Context in which this rank does a part of a step, `start` or `forward` of a plan or `draw` with masks, or what others
+        do by a `call`: the function "module:name" of their model and of arguments."""
         return nullcontext()
 
     def waiting(self) -> AbstractContextManager[Any]:
@@ -216,9 +253,9 @@ class Leader(Ranks):
     def _step(self, what: str, value: Any) -> Iterator[None]:
         self._send((what, value))
         try:
-            with self.waiting():
+            with nullcontext() if what == "call" else self.waiting():
                 yield
-        except MinirtError:
+        except (MinirtError, StepRefused):
             raise
         except Exception as error:
             self._end_after(error)

@@ -43,8 +43,13 @@ class Reduction:
         self._rows, self.sums = _ROWS // ranks, 0
         self._peers: Any = None  # `kernels.collectives.peers.Peers`, of sums
         self._of_maxima: Any = None  # and of row maxima
+        self._aborting: tuple[Any, Tensor] | None = None  # what `abort` needs, made before
+        self._aborted = False
         store = dist.FileStore(os.path.join(folder, "store"), ranks)
-        self._group: Any
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices, options._timeout = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")], _LIMIT
+        self._hosts: Any = dist.ProcessGroupGloo(dist.PrefixStore("hosts", store), rank, ranks, options)
+        self._group: Any = self._hosts
         if device.type == "cuda":
             if dist.is_initialized():
                 what, hint = "this process has a process group already", "call torch.distributed.destroy_process_group first"
@@ -54,14 +59,10 @@ class Reduction:
             # The default group, since symmetric memory needs a group with a name.
             dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks, timeout=_LIMIT, device_id=device)
             self._group = dist.group.WORLD
-        else:
-            options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._devices, options._timeout = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")], _LIMIT
-            self._group = dist.ProcessGroupGloo(store, rank, ranks, options)
         self._add, self._side_by_side = dist.AllreduceOptions(), AllgatherOptions()
         for how in (self._add, self._side_by_side):
             how.asyncOp = False  # on the stream of the step, not beside it
-        self.least([0])  # connects
+        self._by_group(torch.zeros(1, device=device)).item()  # connects
 
     def prepare(self, hidden: int, dtype: torch.dtype) -> None:
         """Reserve memory for the kernel that adds few rows of `hidden` channels. All ranks call it."""
@@ -71,6 +72,7 @@ class Reduction:
             try:
                 self._peers = connect(self._group, self._rows, hidden, dtype, self._device, _SPINS)
                 self._of_maxima = connect(self._group, self._rows, 1, torch.int64, self._device, _SPINS)
+                self._aborting = torch.cuda.Stream(), torch.ones(1, dtype=torch.int32, pin_memory=True)
             except UnsupportedError as error:
                 warn(f"NCCL adds what the GPUs have computed, which is slower: {error}", RuntimeWarning)
 
@@ -87,7 +89,7 @@ class Reduction:
 
     def _by_kernel(self, partial: Tensor, x: Tensor | None, pdl: bool) -> Tensor | None:
         """Also if nothing is exchanged, so that it is compiled."""
-        if self._peers is None or len(partial) > self._rows:
+        if self._peers is None or len(partial) > self._rows or partial.dtype != self._peers.dtype:
             return None
         from minirt.kernels.collectives.all_reduce import all_reduce
 
@@ -118,11 +120,11 @@ class Reduction:
         return gather_maxima(tiles, self._of_maxima, first, out, check=False)
 
     def least(self, values: list[int]) -> list[int]:
-        """The least of each value over all ranks. Waits for them."""
+        """The least of each value over all ranks. Waits for them, not for the device."""
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN
-        tensor = torch.tensor(values, dtype=torch.int64, device=self._device)
-        _wait(self._group.allreduce([tensor], options))
+        tensor = torch.tensor(values, dtype=torch.int64)
+        _wait(self._hosts.allreduce([tensor], options))
         return tensor.tolist()
 
     @contextmanager
@@ -136,11 +138,15 @@ class Reduction:
 
     def abort(self) -> None:
         """End the calls of this rank on a GPU that wait for others, and the connection to them."""
+        if self._aborted:
+            return
+        self._aborted = True
         with torch.cuda.device(self._device):
-            if self._peers is not None:  # what is not empty has arrived, as far as the kernel knows
-                with torch.cuda.stream(torch.cuda.Stream()):
+            if self._aborting is not None:  # what is not empty has arrived, as far as the kernel knows
+                stream, one = self._aborting
+                with torch.cuda.stream(stream):  # copies, as to load a kernel would wait for those that run
                     for peers in filter(None, (self._of_maxima, self._peers)):
-                        peers.mailbox.failed.fill_(1)
+                        peers.mailbox.failed.copy_(one, non_blocking=True)
                         peers.mailbox.memory.zero_()
             self._group.abort()
             dist.destroy_process_group()

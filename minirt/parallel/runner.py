@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from minirt.engine.execute.runner import Forward, Runner, StartedStep
+from minirt.engine.execute.step_buffers import StepView
 from minirt.layers.head import Head
+from minirt.step.batch import Batch
 from minirt.step.plan import StepPlan
 
 
@@ -45,6 +47,12 @@ class RankRunner(Runner):
         if forward.row_maxima is None or not forward.needed or not (isinstance(head, Head) and head.sharded):
             return forward
         return forward._replace(logits=head.whole(forward.logits))
+
+    def _without_cuda_graph(self, plan: StepPlan, *, settings: bool = True) -> tuple[StepView, Batch]:
+        view, batch = super()._without_cuda_graph(plan, settings=settings)
+        self.buffers.sent()  # also if the step is refused
+        self._ranks.admit(self.model, self.cache, batch)
+        return view, batch
 
     @property
     def _ranks(self) -> Any:

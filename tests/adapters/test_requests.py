@@ -147,8 +147,8 @@ def test_load_and_unload_while_requests_run(hf_folder, tmp_path):
 
 
 def test_what_is_refused(hf_folder, tmp_path):
-    """Catches a request for an adapter of a model without any, a later adapter of linears without room, and adapters that an
-    implementation of a user would leave out."""
+    """Catches a request for an adapter of a model without any, a later adapter of linears without room, infinite weights, which
+    would reach other requests' rows, and adapters that an implementation of a user would leave out."""
     folder = hf_folder("Llama", seed=3)
     model, _ = adapters(folder, tmp_path, ranks=())
     some = {"a": write_adapter(tmp_path / "a", model, 4, 0, ("q_proj",))}
@@ -163,12 +163,17 @@ def test_what_is_refused(hf_folder, tmp_path):
         other = write_adapter(tmp_path / "b", model, 4, 0, ("down_proj",))
         with pytest.raises(MinirtError, match="no room for adapters of this linear"):
             generator.load_lora("b", other)
+        with pytest.raises(MinirtError, match="NaN or Inf"):
+            generator.load_lora("b", write_adapter(tmp_path / "inf", model, 4, 0, ("q_proj",), size=float("inf")))
         assert "adapters" in str(generator.memory.rows())
         for name, place, words in ((4, some["a"], "not a name"), ("a=c", some["a"], "not a name"), ("c", None, "not a folder"),
                                    ("c", tmp_path / "nowhere", "no such folder")):  # fmt: skip
             with pytest.raises(MinirtError, match=words):
                 generator.load_lora(name, place)
         assert generator.loras == ["a"]
+    large = write_adapter(tmp_path / "large", model, 4, 0, ("q_proj",), size=1e7)
+    with pytest.raises(MinirtError, match="infinite or NaN; expected finite numbers in torch.float16"):
+        Generator.from_pretrained(folder, loras={"a": large}, dtype="float16", device="cpu")
     for loras in ({"x": None}, {"": some["a"]}, "a", {"a=b": some["a"]}):
         with pytest.raises(MinirtError, match=r"not an adapter|not a name"):
             Generator.from_pretrained(folder, loras=loras)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -15,7 +16,7 @@ from support.tiny import add_tokenizer
 
 from minirt import Generator, LoadOptions, SamplingParams, user_code
 from minirt.engine.execute.runner import Runner
-from minirt.errors import InputError, MinirtError, RankFailedError, UnsupportedError
+from minirt.errors import InputError, MinirtError, OutOfMemoryError, RankFailedError, UnsupportedError
 from minirt.layers import base
 from minirt.outputs import Samples
 from minirt.parallel import ranks
@@ -258,6 +259,59 @@ def test_a_rank_without_memory_for_drafts_ends_the_engine(folder, tmp_path, monk
         pytest.raises(RankFailedError, match="rank 1: no memory left for a step"),
     ):
         generator.generate([[3, 4, 5]] * 4, GREEDY)
+
+
+REFUSES = """
+from minirt.parallel.ranks import Ranks
+Ranks.has_memory = lambda self, model, cache, batch: {fits}
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_refuse_a_step_that_one_has_no_memory_for(rank, folder, alone, tmp_path, monkeypatch):
+    """Catches a rank that runs a step alone, and would wait for the others; tables that come apart when the step is tried again
+    with fewer tokens; an engine that ends. A long sequence never fits: its request alone fails, by an error that names a rank.
+    """
+    fits = f"self.shard.rank != {rank} or batch.num_tokens <= 7 and batch.max_seq_len < 90"
+    (tmp_path / "refuses.py").write_text(REFUSES.format(fits=fits))
+    monkeypatch.setattr(ranks, "imported", [str(tmp_path / "refuses.py")])
+    monkeypatch.setattr(ranks.Ranks, "has_memory", ranks.Ranks.has_memory)  # the file changes it here, too
+    prompts = [[3 + i % 200, 5, 7 + i % 13] * (1 + i % 9) for i in range(12)]
+    grammar = SamplingParams(max_tokens=24, temperature=0.0, structured_outputs={"regex": "[ab]{3}c+d"})
+    with Generator.from_pretrained(folder, tensor_parallel=2, **OPTIONS) as generator:
+        exec(REFUSES.format(fits=fits))
+        for params in GREEDY, grammar:
+            assert tokens(generator.generate(prompts, params)) == tokens(alone.generate(prompts, params))
+        began = time.monotonic()
+        with pytest.raises(OutOfMemoryError, match=f"no memory left for a step of one token.*too little on rank {rank}"):
+            generator.generate([4] * 95, GREEDY)
+        assert time.monotonic() - began < 10
+        assert generator.generate(prompts[3], GREEDY).token_ids == alone.generate(prompts[3], GREEDY).token_ids
+
+
+def test_what_a_rank_says_of_its_memory(monkeypatch):
+    """Catches a dry run before each step, or one that would write to the cache; and an error that counts as too little memory."""
+    one, dry_runs = object.__new__(ranks.Ranks), []
+    one.device, one._step_bytes = torch.device("cuda", 0), 1000
+    model = SimpleNamespace(plan=SimpleNamespace(rows=[SimpleNamespace(implementation="triton")]))
+    monkeypatch.setattr(ranks, "free_memory", lambda device: free)
+
+    def dry_run(batch, cache):
+        dry_runs.append(batch)
+        raise error
+
+    model.dry_run, free, error = dry_run, 1000, torch.OutOfMemoryError("CUDA out of memory.")
+    assert one.has_memory(model, None, "enough")
+    free = 999
+    assert not one.has_memory(model, None, "short")
+    model.dry_run = lambda batch, cache: dry_runs.append(batch)
+    assert one.has_memory(model, None, "fits")
+    model.dry_run, error = dry_run, RuntimeError("broken")
+    with pytest.raises(RuntimeError, match="broken"):
+        one.has_memory(model, None, "broken")
+    model.plan.rows.append(SimpleNamespace(implementation="eager"))
+    assert one.has_memory(model, None, "eager")
+    assert dry_runs == ["short", "fits", "broken"]
 
 
 def test_the_other_ranks_end_with_the_first():

@@ -145,8 +145,7 @@ class Runner:
         self.adapters: StepAdapters | None = None  # the rows of a step with adapters
         if isinstance(model, Model) and model.adapters is not None:
             most = max(draws, rows, limits.max_logits_rows)
-            options = {"triton": model.uses("triton"), "linears": model.adapters.sizes()}
-            self.adapters = StepAdapters(model.adapters.places, tokens, most, device, **options)
+            self.adapters = StepAdapters(model.adapters.places, tokens, most, device, model.adapters.widths())
         self.graphs = StepGraphs(self, buckets)
 
     def start(self, plan: StepPlan) -> StartedStep:

@@ -26,6 +26,7 @@ from minirt.bench.compare.model import compare_text as over_text
 from minirt.bench.compare.report import draw
 from minirt.bench.report import FORMATS, context
 from minirt.errors import ContextLengthError, InputError
+from minirt.parallel import ranks
 
 CPU = ("--device", "cpu")
 SHORT = ("--prompt-len", 9, "-c", 5)
@@ -79,6 +80,29 @@ def test_triton_holds_its_bounds(sound):
     assert text["relative"] <= text["limit"] < 1e-5
     assert result.model["decode"] is None
     assert result.model["fusion"] == {}
+
+
+FAULT = """
+from minirt.bench.compare import compare
+compared = compare._compared
+compare._compared = lambda place, step: (compared(place, step)[0], ["rank 1 alone has this fault"])
+"""
+
+
+def test_ranks_compare_together(hf_folder, run, tmp_path, monkeypatch):
+    """Catches a rank that waits for another, a truth of one rank's share, and errors of another rank's heads that nobody sees."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+    folder = hf_folder("Qwen2", seed=5, intermediate_size=96, vocab_size=212, **sizes)
+    base = ("compare", "-m", folder, *CPU, *SHORT, "--tensor-parallel", 2, "-q", "-o", "json")
+    out, _ = succeeded(run(*base, "-n", 20))
+    results = json.loads(out)["results"]
+    assert {(row["layer"], row["implementation"]) for row in results} >= {("layers.1.attention", "triton"), ("head", "triton")}
+    assert all(row["within_bounds"] for row in results)
+    (tmp_path / "fault.py").write_text(FAULT)
+    monkeypatch.setattr(ranks, "imported", [str(tmp_path / "fault.py")])
+    code, _, err = run(*base, "--layer", "head")
+    assert code == 1
+    assert "rank 1: its heads or states exceed their bounds" in err
 
 
 def test_formats_say_the_same_and_that_nothing_is_a_speed(sound, tmp_path):

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -20,20 +21,21 @@ from triton.runtime import driver, jit
 
 from minirt.engine.execute.logits_processors import LogitsProcessors
 from minirt.kernels import embedding, launch, norm, rope
-from minirt.kernels.adapters import add
-from minirt.kernels.adapters import groups as table_of_adapters
-from minirt.kernels.adapters.operands import AdapterWeights, Groups, most_tiles, tile_rows, tiles_of
+from minirt.kernels.adapters import expand
+from minirt.kernels.adapters import rows as rows_of_adapters
+from minirt.kernels.adapters.operands import AdapterRows, AdapterWeights, most_steps
+from minirt.kernels.adapters.shrink import low_rank
 from minirt.kernels.attention import dispatch as attention
 from minirt.kernels.attention import rope_write as kv_write
 from minirt.kernels.attention.operands import AttentionInput, KVPages, Rope, Scores, Sequences
-from minirt.kernels.collectives.all_reduce import all_reduce, all_reduce_norm
+from minirt.kernels.collectives.all_reduce import all_reduce
 from minirt.kernels.collectives.gather_maxima import gather_maxima
 from minirt.kernels.collectives.peers import Peers, mailbox_of
 from minirt.kernels.gated_delta import dispatch as gated_delta
 from minirt.kernels.gated_delta.operands import GatedDeltaSequences, GatedDeltaState, GatedDeltaWeights
 from minirt.kernels.linear import dispatch as linear
 from minirt.kernels.linear import gemm, gemm_sm90
-from minirt.kernels.linear.product import Epilogue, Product, TokenAdapter
+from minirt.kernels.linear.product import Epilogue, Product
 from minirt.kernels.moe import dispatch as moe
 from minirt.kernels.moe import experts_sm90, route
 from minirt.kernels.moe.mixture import SharedOutput
@@ -563,38 +565,33 @@ def step_table(calls: Calls) -> None:
 
 
 def all_adapters(calls: Calls) -> None:
-    """Adapters of gate and up, with a norm, and of down, for few rows and many; rows by adapter."""
-    empty, ints, places = calls.empty, calls.ints, 8
-    for T in (1, 33, 2000):
-        rows, count = tile_rows(T), most_tiles(T, places)
-        groups = Groups(ints(T), ints(count, 3), rows)
-        for K, N, parts in ((HIDDEN, 2 * INTER, [(0, INTER, 0), (INTER, 2 * INTER, 1)]), (INTER, HIDDEN, [(0, HIDDEN, 0)])):
-            P, R = len(parts), 64
-            factors = empty(places, P, like=torch.float32), ints(places, P)
-            tiles = torch.tensor(tiles_of(parts), dtype=torch.int32)
-            weights = AdapterWeights(empty(places, P, R, K), empty(places, N, R), *factors, ints(N), tiles)
+    """Adapters of gate and up, with a norm, and of down: y for few rows and many, within products and after them."""
+    empty, ints, places, R = calls.empty, calls.ints, 8, 64
+    for T in (1, 5, 33, 2000):
+        for K, N, P in ((HIDDEN, 2 * INTER, 2), (INTER, HIDDEN, 1)):
+            weights = AdapterWeights(empty(places, P, R, K), empty(N, places * P * R), empty(places, P, like=torch.float32))
+            rows = AdapterRows(ints(T), {P * R: ints(1 + most_steps(P * R, places))})
             norm, activation = (empty(K), "silu") if P == 2 else (None, None)
             x, given = empty(T, K), {"workspace": calls.workspace, "pdl": calls.pdl}
-            add.add_adapters(x, weights, groups, empty(T, N), norm, 1e-6, activation, marks=ints(count), pdl=calls.pdl)
-            if T == 1:
-                given["adapter"] = TokenAdapter(weights.a, weights.b, factors[0], ints(N), groups.tiles, ints(P * R), P)
-                if activation is None:
-                    linear.linear_residual(x, empty(N, K), empty(1, N), **given)
-                else:
-                    linear.norm_gate_up(x, norm, 1e-6, empty(N, K), activation, **given)
-        table_of_adapters.group_rows(ints(T), places, groups)
-        table_of_adapters.group_rows(ints(T), places, groups, ints(T, like=torch.int64))
-    table_of_adapters.adapters_of(ints(9, 64), 4, ints(5), ints(6), ints(300))
+            expand.add_adapters(x, weights, rows, empty(T, N), norm, 1e-6, activation, check=False, **given)
+            added = partial(low_rank, weights=weights, rows=rows, **given)
+            if activation is None:
+                linear.linear_residual(x, empty(N, K), empty(T, N), adapters=added, **given)
+            else:
+                linear.norm_gate_up(x, norm, 1e-6, empty(N, K), activation, adapters=added, **given)
+        widths, steps = ints(2), ints(2, 1 + most_steps(128, places))
+        rows_of_adapters.used_steps(ints(T), ints(5, like=torch.int64), ints(5), widths, 128, places, steps)
+    rows_of_adapters.adapters_of(ints(9, 64), 4, ints(5), ints(6), ints(300))
 
 
 def all_collectives(calls: Calls) -> None:
-    """Sums over two and eight ranks, with and without the residual and the norm, and row maxima."""
+    """Sums over two and eight ranks, with and without the residual, and row maxima."""
     for ranks in (2, 8):
         memory = calls.ints(2, ranks, 64, HIDDEN, like=torch.int16 if calls.dtype.itemsize == 2 else torch.int32)
         peers = Peers(ranks, calls.dtype, mailbox_of(1, [memory] * ranks))
-        x, weight = calls.empty(64, HIDDEN), calls.empty(HIDDEN)
+        x = calls.empty(64, HIDDEN)
         all_reduce(x, peers, pdl=calls.pdl)
-        all_reduce_norm(x, peers, weight, 1e-6, x, pdl=calls.pdl, early=ranks == 2)
+        all_reduce(x, peers, x, pdl=calls.pdl)
         memory = calls.ints(2, ranks, 64, 16, like=torch.int64)
         peers = Peers(ranks, torch.int64, mailbox_of(1, [memory] * ranks))
         gather_maxima(calls.ints(64, 1188, like=torch.int64), peers, 76032)

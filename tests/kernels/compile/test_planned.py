@@ -53,4 +53,4 @@ def test_a_folder_for_another_gpu_is_refused_by_name(seen):
 
 def test_a_start_with_adapters_compiles_their_kernels(seen):
     """Catches kernels of adapters that the first request with one would wait for."""
-    assert seen["adapters"] == ["_adapters_kernel", "_add_adapters_kernel", "_group_kernel"]
+    assert seen["adapters"] == ["_adapters_kernel", "_few_rows_kernel", "_shrink_kernel", "_steps_kernel"]
