@@ -20,6 +20,7 @@ FP8_MAX = 448.0  # the largest finite e4m3 value; the format has NaN and no infi
 FP8_BLOCK = 128  # rows and columns of a block with one scale
 INT4_CHUNK = 128  # columns that are packed together
 INT4_GROUPS = (128, 64, 32)  # columns that share a scale
+INT4_MAX_TOKENS = 256  # of a step whose kernels unpack weights as they multiply; on Hopper, of any step
 INT4_ZERO = 8  # the zero point of symmetric weights
 # dtypes of the scale words of weights of 4 bits: of integers, of symmetric ones with scales of 16 bits, of MXFP4
 WORDS = (torch.int32, torch.bfloat16, torch.float16, torch.uint32)

@@ -37,10 +37,10 @@ from minirt.kernels.linear.int4_words import (
 )
 from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.prepared import compile_time, prepared
-from minirt.kernels.reference import INT4_CHUNK, int4_group
+from minirt.kernels.reference import INT4_CHUNK, INT4_MAX_TOKENS, int4_group
 
 CHUNK = INT4_CHUNK  # columns that a row's 32 words hold
-MAX_TOKENS = 256  # of `gemm_int4`
+MAX_TOKENS = INT4_MAX_TOKENS  # of `gemm_int4`
 _MOST_PARTS = 9  # of K
 _EXACT_TOKENS = 64  # tokens up to which scales multiply sums
 _SPLIT_TOKENS = 128  # tokens up to which, in one order, each part of K is of another program

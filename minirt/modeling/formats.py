@@ -96,6 +96,7 @@ class LinearFormat(ABC):
         capability: the lowest compute capability of its kernels; infinity: no Triton kernel computes it.
         rounds_activations: whether steps of several tokens round activations to e4m3.
         chunk: weights that are quantized or repacked at a time.
+        unpacks: whether steps of more than `INT4_MAX_TOKENS` write a whole weight in the model's dtype, but on Hopper.
         whole_rows: whether the values of a row depend on all its columns, of which a shard may keep some.
     """
 
@@ -103,6 +104,7 @@ class LinearFormat(ABC):
     capability: ClassVar[float] = 8.9
     rounds_activations: ClassVar[bool] = True
     chunk: ClassVar[int] = CHUNK
+    unpacks: ClassVar[bool] = False
     whole_rows: ClassVar[bool] = False
 
     def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
@@ -292,6 +294,7 @@ class _Int4(LinearFormat):
     name = "int4"
     capability = 8.0
     rounds_activations = False
+    unpacks = True
     group: int
     scale_dtype: torch.dtype = torch.int32
 

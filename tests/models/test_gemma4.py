@@ -5,6 +5,7 @@ stored one by one, a group of 32 columns, and a factor of the embedding that is 
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,8 @@ def test_quantized_files(case: str, form: str, tmp_path: Path) -> None:
 
 
 def test_31b_in_4_bits_on_a_card_of_24_gb(tmp_path: Path) -> None:
-    """Catches scales of 32 bits, which take 1.7 GiB more, and pages that windows do not bound."""
+    """Catches scales of 32 bits, which take 1.7 GiB more, pages that windows do not bound, and a plan that forgets the
+    weight that long steps unpack, but on Hopper."""
     raw = next(raw for name, _, raw in models.raw_configs() if name == "gemma-4-31B-it")
     (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": config_of("int4")}))
     options = LoadOptions(
@@ -102,6 +104,11 @@ def test_31b_in_4_bits_on_a_card_of_24_gb(tmp_path: Path) -> None:
     assert memory.fits
     assert memory.context == 32_000
     assert memory.weights < 18 << 30
+    _, hopper = plan_load(options, find_gpu("24GiB:9.0"))
+    assert memory.step - hopper.step > 2 * 21_504 * 5_376 * 2, "gate and up, unpacked"
+    short = replace(options, max_num_batched_tokens=256)
+    steps = [plan_load(short, find_gpu(f"24GiB:{cc}"))[1].step for cc in ("8.9", "9.0")]
+    assert steps[0] == steps[1], "steps that need no unpacking"
 
 
 def test_a_card_that_holds_one_sequence_serves_it(tmp_path: Path) -> None:
