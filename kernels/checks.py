@@ -276,8 +276,8 @@ def _check_weight(
 ) -> None:  # fmt: skip
     """Raise InputError unless a weight [rows, K], or of experts [E, rows, K], is in a format, and its scale fits.
 
-    It has x's dtype; or float8_e4m3fn, with an fp32 scale for each row or for each block; or 4 bits in int16 words, with int32
-    scale words or, in MXFP4, uint32 ones.
+    It has x's dtype; or float8_e4m3fn, with an fp32 scale for each row or for each block; or 4 bits in int16 words, with scale
+    words of one of the dtypes `WORDS`.
 
     Args:
         rows: the sizes before K; None: any.
@@ -287,7 +287,7 @@ def _check_weight(
     if scale is not None and scale.dtype in WORDS:
         check_tensor(name, weight, (*rows, -(-K // INT4_CHUNK) * (INT4_CHUNK // 4)), torch.int16, device)
         check_tensor(scale_name, scale, (*experts, None, weight.shape[-2]), scale.dtype, device, strided=bool(experts))
-        sizes = INT4_GROUPS if scale.dtype == torch.int32 else (INT4_CHUNK,)
+        sizes = (INT4_CHUNK,) if scale.dtype == torch.uint32 else INT4_GROUPS
         if scale.shape[-2] not in (groups := [-(-K // g) for g in sizes]):
             expected = " or ".join(map(str, groups))
             raise InputError("wrong number of groups", where=scale_name, expected=expected, found=scale.shape[-2])

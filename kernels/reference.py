@@ -20,8 +20,10 @@ FP8_MAX = 448.0  # the largest finite e4m3 value; the format has NaN and no infi
 FP8_BLOCK = 128  # rows and columns of a block with one scale
 INT4_CHUNK = 128  # columns that are packed together
 INT4_GROUPS = (128, 64, 32)  # columns that share a scale
+INT4_MAX_TOKENS = 256  # of a step whose kernels unpack weights as they multiply; on Hopper, of any step
 INT4_ZERO = 8  # the zero point of symmetric weights
-WORDS = (torch.int32, torch.uint32)  # dtypes of the scale words of weights of 4 bits: of integers, of MXFP4
+# dtypes of the scale words of weights of 4 bits: of integers, of symmetric ones with scales of 16 bits, of MXFP4
+WORDS = (torch.int32, torch.bfloat16, torch.float16, torch.uint32)
 MX_GROUP = 32  # columns that share a scale in MXFP4
 MX_LARGEST = 190  # the largest byte of a scale, 2^63, that kernels take: some multiply by 2^64 times the scale, in bf16
 FEW_TOKENS = 4  # the most that `few_tokens` calls few
@@ -73,12 +75,13 @@ def linear(
     """x [T, K] · weightᵀ [N, K] + bias [N] → [T, N].
 
     With `scale` fp32 the weight is fp8: `scale` [N] see `linear_fp8`, `scale` [S, ⌈K / 128⌉] see `linear_fp8_blocks`. With
-    `scale` int32 it has 4 bits, see `dequantize_int4`, with uint32 `dequantize_mxfp4`; activations are then never quantized.
+    other dtypes of `scale` it has 4 bits: see `dequantize_mxfp4` for uint32, else `dequantize_int4`; activations are then never
+    quantized.
     """
     if scale is None:
         return F.linear(x, weight, bias)
     if scale.dtype in WORDS:
-        dequantize = dequantize_int4 if scale.dtype == torch.int32 else dequantize_mxfp4
+        dequantize = dequantize_mxfp4 if scale.dtype == torch.uint32 else dequantize_int4
         return F.linear(x, dequantize(weight, scale, x.shape[1], x.dtype), bias)
     product = linear_fp8 if scale.ndim == 1 else linear_fp8_blocks
     return product(x, weight, scale, bias, quantize)
@@ -187,8 +190,11 @@ def pack_int4_scale(scale: Tensor, zero: Tensor | int = INT4_ZERO) -> Tensor:
 
 
 def unpack_int4_scale(words: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales [N, groups] fp32 and zero points int32 of scale words, see `pack_int4_scale`."""
+    """Scales [N, groups] fp32 and zero points int32 of scale words, see `pack_int4_scale`. Words of 16 bits are scales of
+    symmetric weights."""
     words = words.T.contiguous()
+    if words.dtype != torch.int32:
+        return words.float(), torch.full_like(words, INT4_ZERO, dtype=torch.int32)
     return (words & -16).view(torch.float32), words & 15
 
 
@@ -202,17 +208,23 @@ def dequantize_int4(words: Tensor, scale: Tensor, K: int, dtype: torch.dtype = t
     return values.to(dtype).flatten(1)[:, :K]
 
 
-def quantize_int4(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_int4(x: Tensor, group: int, symmetric: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """x [N, K] → codes [N, K] uint8, scales fp32 and zero points int32 [N, ⌈K / group⌉], with (codes − zero) · scale ≈ x.
 
     The 16 levels reach from a group's smallest value to its largest; 0 is one of them. The scale is 1 for a group of zeros.
+    symmetric: all zero points are `INT4_ZERO`, and scales are rounded to this dtype.
     """
     K = x.shape[1]
     values = F.pad(x.float(), (0, -K % group)).unflatten(1, (-1, group))
     low, high = values.amin(2, keepdim=True).clamp_(max=0), values.amax(2, keepdim=True).clamp_(min=0)
+    if symmetric is not None:
+        high = torch.maximum(-low, high)
+        low = -high
     scale = (high - low) / values.new_full((1,), 15)  # on a GPU, PyTorch multiplies by the inverse of a number
+    if symmetric is not None:
+        scale = scale.to(symmetric).float()
     scale = torch.where(scale == 0, 1.0, scale)
-    zero = (-low / scale).round_()
+    zero = (-low / scale).round_() if symmetric is None else torch.full_like(scale, INT4_ZERO)
     codes = (values / scale).add_(zero).round_().clamp_(0, 15)
     return codes.to(torch.uint8).flatten(1)[:, :K], scale.squeeze(2), zero.squeeze(2).to(torch.int32)
 

@@ -14,18 +14,18 @@ lines = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(lines)
 
 # What one reads to know how a token is made: the rooms of `lines.CORE` together.
-CORE = 11_779  # shares of several GPUs, row maxima too; batch invariance; windows and nine families; hooks; adapters
+CORE = 11_802  # 16-bit scales; shares of GPUs, row maxima too; batch invariance; windows and nine families; hooks; adapters
 BUDGET = {
     "minirt": 2_114,  # `Generator.profile`, functions by name; adapters per request; ranks, which import files of users
     "minirt/engine": 3_457,  # captures without garbage collection; cache groups by window; adapters: places, steps; ranks
     "minirt/step": 449,  # page tables by cache group
     "minirt/layers": 1_110,  # windows, norms and factors of families; adapters of linears; shares, row maxima too
-    "minirt/modeling": 1_779,  # windows by layer, nine families' settings; MXFP4; rows and columns in tensors of shares
-    "minirt/loading": 1_742,  # memory of windows; adapters; experts in MXFP4; tensors of sound; parts of tensors
+    "minirt/modeling": 1_791,  # 16-bit scales; windows by layer, settings of families; MXFP4; rows and columns of shares
+    "minirt/loading": 1_753,  # 16-bit scales; memory of windows; adapters; experts in MXFP4; tensors of sound; parts of tensors
     "minirt/speculative": 296,
     "models": 832,  # Granite, Phi, Seed-OSS, Hunyuan, OLMo 3, EXAONE 4, Muse-Glimmer, gpt-oss, Gemma 4
     "models/recipe": 816,  # an adapter's training
-    "kernels": 14_126,  # one order of sums; windows; launchers by thread; adapters; heads of 512; sums over GPUs, maxima
+    "kernels": 14_191,  # 16-bit scales; one order of sums; windows; launchers by thread; adapters; heads of 512; sums of GPUs
     "minirt/hooks": 375,  # hidden states and logits, edits, logits processors
     "minirt/profiling": 251,  # of `bench`: `Generator.profile`; bytes of windows; ranks refused
     "minirt/precompile": 41,  # `minirt compile`
@@ -37,7 +37,7 @@ BUDGET = {
     "minirt/patching": 629,
     "bench": 6_163,  # ranks compare together
     "examples": 249,  # logit lens, linear probe, steering vector, a profile, a bad layer
-    "tests": 42_843,  # windows, eight families; addressed messages; adapters; MXFP4, gpt-oss, Gemma 4; ranks; int4 in CUDA graphs
+    "tests": 42_917,  # 16-bit scales; eight families; addressed messages; adapters; MXFP4, gpt-oss, Gemma 4; ranks
     "minirt/adapters": 458,  # LoRA: files, merging, places on the device, rows
     "minirt/parallel": 657,  # several GPUs: processes, messages, sums, maxima; implementations that must sum; memory; their end
 }

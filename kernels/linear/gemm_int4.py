@@ -28,18 +28,19 @@ from minirt.kernels.linear.int4_words import (
     group_words,
     offset,
     scale_words,
-    scaled,
     times_power,
     unpack,
     unpack_e2m1,
+    unpack_symmetric,
+    weights,
     zero_point,
 )
 from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.prepared import compile_time, prepared
-from minirt.kernels.reference import INT4_CHUNK, int4_group
+from minirt.kernels.reference import INT4_CHUNK, INT4_MAX_TOKENS, int4_group
 
 CHUNK = INT4_CHUNK  # columns that a row's 32 words hold
-MAX_TOKENS = 256  # of `gemm_int4`
+MAX_TOKENS = INT4_MAX_TOKENS  # of `gemm_int4`
 _MOST_PARTS = 9  # of K
 _EXACT_TOKENS = 64  # tokens up to which scales multiply sums
 _SPLIT_TOKENS = 128  # tokens up to which, in one order, each part of K is of another program
@@ -75,6 +76,8 @@ def _unpack(w, words, DTYPE: tl.constexpr, ASM: tl.constexpr):
             return unpack_e2m1(w, DTYPE)
         else:
             return e2m1(w, 0).to(DTYPE), e2m1(w, 1).to(DTYPE), e2m1(w, 2).to(DTYPE), e2m1(w, 3).to(DTYPE)
+    elif ASM and words.dtype != tl.int32:
+        return unpack_symmetric(w, DTYPE)
     elif ASM:
         return unpack(w, tl.broadcast_to(offset(words, DTYPE)[:, None], w.shape))
     else:
@@ -86,22 +89,15 @@ def _unpack(w, words, DTYPE: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _scaled(q, scale, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """q · scale, rounded once to DTYPE."""
-    if ASM and DTYPE == tl.bfloat16:  # noqa: SIM300
-        return scaled(q, scale[:, None])
-    else:
-        return (q.to(tl.float32) * scale[:, None]).to(DTYPE)
-
-
-@triton.jit
 def _rounded(q, words, J: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """The weights of nibble J in DTYPE: q · scale, rounded. `words`: the scale word of each row."""
     if words.dtype == tl.uint32:
         power = factor(words, J)[:, None]
         return times_power(q, power) if ASM else (q.to(tl.float32) * power).to(DTYPE)
+    elif ASM and DTYPE == tl.bfloat16:  # noqa: SIM300
+        return weights(q, words)
     else:
-        return _scaled(q, factor(words), DTYPE, ASM)
+        return (q.to(tl.float32) * factor(words)[:, None]).to(DTYPE)
 
 
 @triton.jit
@@ -204,11 +200,11 @@ def _gemm_int4_kernel(x_ptr, weight_ptr, ep, out_ptr, sums_ptr, counters_ptr, T,
             sums, acc = tl.where(ended, sums + acc, sums), tl.where(ended, 0.0, acc)
         x = load_chunk(x_ptrs, chunk * 128, C.K)
         w = tl.load(w_ptrs + chunk * 32, eviction_policy="evict_first")
-        words = group_words(scales, all_rows, chunk, C.K, C.GROUP)
+        words = group_words(scales, all_rows, chunk, C.K, C.GROUP, WIDE=C.ASM and C.EXACT)
         acc = multiply_chunk(w, words, x, acc, C.GROUP, C.EXACT, C.DTYPE, C.ASM)
         if GATED:
             w = tl.load(w_ptrs + (chunk * 32 + up), eviction_policy="evict_first")
-            words = group_words(scales + N, all_rows, chunk, C.K, C.GROUP)
+            words = group_words(scales + N, all_rows, chunk, C.K, C.GROUP, WIDE=C.ASM and C.EXACT)
             acc_up = multiply_chunk(w, words, x, acc_up, C.GROUP, C.EXACT, C.DTYPE, C.ASM)
     if SEVERAL:
         acc = sums + acc

@@ -36,11 +36,12 @@ from minirt.kernels.linear.int4_words import (
     large_powers,
     offset,
     scale_words,
-    scaled,
     small_e2m1,
     times_power,
     unpack,
     unpack_e2m1,
+    unpack_symmetric,
+    weights,
 )
 from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.linear.tile_order import tile_origin
@@ -187,6 +188,8 @@ def _work_item(sizes, C):
 def _unpacked(w, words, x_dtype: gl.constexpr):
     if words.dtype == gl.uint32:
         return unpack_e2m1(w, x_dtype)
+    elif words.dtype != gl.int32:
+        return unpack_symmetric(w, x_dtype)
     else:
         zero, _ = gl.broadcast(offset(words, x_dtype)[:, None], w)
         return unpack(w, zero)
@@ -265,8 +268,11 @@ def add_chunks(ring, scales, stride, words, acc, step, first, last, MX: gl.const
             for j in gl.static_range(4):
                 if (C.QUANTUM == 1 and j > 0) or (C.QUANTUM == 2 and j == 2):
                     q = _unpacked(w, words[j // C.QUANTUM], x_tiles.dtype)
-                scale = (powers[j] if SHIFTED else factor(words[j // C.QUANTUM], j))[:, None]
-                parts += (times_power(q[j], scale) if MX else scaled(q[j], scale),)  # type: ignore[assignment]
+                if MX:
+                    scale = (powers[j] if SHIFTED else factor(words[0], j))[:, None]
+                    parts += (times_power(q[j], scale),)  # type: ignore[assignment]
+                else:
+                    parts += (weights(q[j], words[j // C.QUANTUM]),)  # type: ignore[assignment]
             a, b = _side_by_side(parts[0], parts[1]), _side_by_side(parts[2], parts[3])  # type: ignore[misc]
             acc = warpgroup_mma(a, left_x, acc, is_async=True)
             acc = warpgroup_mma(b, right_x, acc, is_async=True)

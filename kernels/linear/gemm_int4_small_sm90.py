@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from minirt.kernels.compile.tuning import Family, around
 from minirt.kernels.launch import Gpu, cdiv, launch_options, next_power_of_2
 from minirt.kernels.linear.epilogue import finish, load_residual, load_rows
-from minirt.kernels.linear.int4_words import factor, offset, scale_words, unpack, unpack_e2m1
+from minirt.kernels.linear.int4_words import factor, offset, scale_words, unpack, unpack_e2m1, unpack_symmetric
 from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.prepared import compile_time, prepared
 from minirt.kernels.reference import INT4_CHUNK
@@ -128,9 +128,12 @@ def multiply(tile, x, acc, GROUP: gl.constexpr, CHAINS: gl.constexpr):
     else:
         for g in gl.static_range(4 // GROUP):
             words = tile[1 + g]
-            zero = gl.convert_layout(offset(words, x[0].dtype), gl.SliceLayout(2, LEFT), assert_trivial=True)
-            zero, _ = gl.broadcast(zero[:, :, None], tile[0])
-            q = unpack(tile[0], zero)
+            if words.dtype == gl.int32:
+                zero = gl.convert_layout(offset(words, x[0].dtype), gl.SliceLayout(2, LEFT), assert_trivial=True)
+                zero, _ = gl.broadcast(zero[:, :, None], tile[0])
+                q = unpack(tile[0], zero)
+            else:
+                q = unpack_symmetric(tile[0], x[0].dtype)
             # Two chains of products, because each product waits for the one before it in its chain.
             part = gl.zeros(acc.shape, gl.float32, SUMS)
             other = part

@@ -135,7 +135,12 @@ def _read(at, OFFSET: gl.constexpr):
 
 @gluon.jit
 def _read_word(at, OFFSET: gl.constexpr, WORD: gl.constexpr):
-    word = gl.inline_asm_elementwise(f"ld.shared.b32 $0, [$1 + {OFFSET}];", "=r,r", [at], dtype=gl.int32, is_pure=False, pack=1)
+    BITS: gl.constexpr = WORD.primitive_bitwidth
+    LOAD: gl.constexpr = f"ld.shared.b{BITS} $0, [$1 + {OFFSET}];"
+    if BITS == 16:
+        word = gl.inline_asm_elementwise(LOAD, "=h,r", [at], dtype=gl.int16, is_pure=False, pack=1)
+    else:
+        word = gl.inline_asm_elementwise(LOAD, "=r,r", [at], dtype=gl.int32, is_pure=False, pack=1)
     return word.to(WORD, bitcast=True)
 
 
@@ -157,13 +162,18 @@ def _load_early(ptrs):
 
 
 @gluon.jit
-def _fetch(ring, sources, i, mine, first, SLOT: gl.constexpr, C, GATED: gl.constexpr, WITH_X: gl.constexpr):
-    """Start the copies of chunk i of each warp into a slot of the ring, and commit them. Zeros past a warp's last chunk."""
+def _fetch(
+    ring, sources, i, mine, first, SLOT: gl.constexpr, C, GATED: gl.constexpr, ACROSS: gl.constexpr, WITH_X: gl.constexpr
+):  # fmt: skip
+    """Start the copies of chunk i of each warp into a slot of the ring, and commit them. Zeros past a warp's last chunk.
+
+    ACROSS: groups whose scale words the lanes of a warp copy at once.
+    """
     words_to, entries_to = ring
     words, up, scales, scale_step, x = sources
     GROUPS: gl.constexpr = (C.K + 32 * C.GROUP - 1) // (32 * C.GROUP)
     MOST: gl.constexpr = 4 // C.GROUP  # groups of a chunk
-    ENTRIES: gl.constexpr = 32 * MOST if GATED else 16 * MOST
+    ENTRIES: gl.constexpr = 32 * MOST // ACROSS  # copies
     SCALES: gl.constexpr = SLOT + (2048 if GATED else 1024)
     mine_words, mine_entries = mine
     count = gl.where(i < mine_words, 16, 0)
@@ -174,11 +184,10 @@ def _fetch(ring, sources, i, mine, first, SLOT: gl.constexpr, C, GATED: gl.const
     lane = gl.arange(0, 32, gl.SliceLayout(0, scales.type.layout))[None, :]
     lane, _ = gl.broadcast(lane, entries_to)
     for part in gl.static_range((ENTRIES + 31) // 32):
-        # The first groups of a part; a lane above 15 has the next group, or the rows of up.
-        at = part if GATED else 2 * part
+        at = ACROSS * part  # the first group
         valid = i < mine_entries
         if GROUPS % MOST != 0:
-            valid = valid & ((first + i) * MOST + at + (0 if GATED else lane // 16) < GROUPS)
+            valid = valid & ((first + i) * MOST + at + (0 if ACROSS == 1 else lane // (32 // ACROSS)) < GROUPS)
         start_scales = scales + (i * MOST + at).to(gl.int64) * scale_step
         bytes_ = gl.where(valid, 4, 0)
         wanted = (lane < ENTRIES).to(gl.int32)
@@ -230,8 +239,13 @@ def _gemv_int4_sm90_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: gl.c
     MORE: gl.constexpr = CHUNKS - C.WARPS * (COUNT - 1)  # warps that have COUNT chunks
     MOST: gl.constexpr = 4 // C.GROUP  # groups of a chunk
     TILES: gl.constexpr = 2 if GATED else 1
+    # A copy of 4 bytes has the scale word of a row or, if they have 16 bits, of two.
+    WORD_BYTES: gl.constexpr = WORD.primitive_bitwidth // 8
+    PAIR: gl.constexpr = 4 // WORD_BYTES
+    COPIES: gl.constexpr = 16 // PAIR  # of the rows of gate, or of up
+    ACROSS: gl.constexpr = 32 // (COPIES * TILES)
     # A slot of the ring: words of 16 rows, twice if gated, their scale words, and 128 columns of x.
-    SLOT_X: gl.constexpr = (1024 + 64 * MOST) * TILES
+    SLOT_X: gl.constexpr = (1024 + 16 * WORD_BYTES * MOST) * TILES
     SLOT: gl.constexpr = SLOT_X + (256 if C.X_IN_RING else 0)
     RING: gl.constexpr = C.STAGES * SLOT
     ALL_X: gl.constexpr = 0 if C.X_IN_RING else COUNT * 256
@@ -250,13 +264,15 @@ def _gemv_int4_sm90_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: gl.c
     words = (weight_ptr + at).to(gl.int64)
     mine_words, _ = gl.broadcast(mine_words, words)
 
-    # Scale words, one for each lane: of a row of gate and one of up, or of two groups.
+    # Scale words, 4 bytes for each lane: of rows of gate, then of up, and so on for the next group.
     ENTRY: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [C.WARPS, 1], [1, 0])
     entry_warp = gl.arange(0, C.WARPS, gl.SliceLayout(1, ENTRY))[:, None]
     lane = gl.arange(0, 32, gl.SliceLayout(0, ENTRY))[None, :]
     first = first_chunk(entry_warp, CHUNKS, C.WARPS)
-    entry_row = gl.minimum(n0 + lane % 16, N - 1) + (lane // 16 * N if GATED else 0)
-    entry = entry_row.to(gl.int64) + (first * MOST + (0 if GATED else lane // 16)).to(gl.int64) * all_rows
+    entry_row = gl.minimum(n0 + PAIR * (lane % COPIES), N - PAIR)
+    if GATED:
+        entry_row += (lane // COPIES if ACROSS == 1 else lane // COPIES % 2) * N
+    entry = entry_row.to(gl.int64) + (first * MOST + (0 if ACROSS == 1 else lane // (32 // ACROSS))).to(gl.int64) * all_rows
     scales = (ep.scale + entry).to(gl.int64)
     entries_to = base + entry_warp * RING
     mine_entries = COUNT - (entry_warp >= MORE).to(gl.int32)
@@ -265,10 +281,10 @@ def _gemv_int4_sm90_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: gl.c
     entries_to, _ = gl.broadcast(entries_to, scales)
     mine_entries, _ = gl.broadcast(mine_entries, scales)
     mine = (mine_words, mine_entries)
-    sources = (words, N.to(gl.int64) * (CHUNKS * 64), scales, all_rows * 4, x_from)
+    sources = (words, N.to(gl.int64) * (CHUNKS * 64), scales, all_rows * WORD_BYTES, x_from)
     for i in gl.static_range(C.STAGES):
         # The kernel before may still write x, so the first chunks of x come later.
-        _fetch((words_to, entries_to), sources, gl.to_tensor(i), mine, first, i * SLOT, C, GATED, False)
+        _fetch((words_to, entries_to), sources, gl.to_tensor(i), mine, first, i * SLOT, C, GATED, ACROSS, False)
 
     # Bias and residual, for the threads that store outputs.
     ENDS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, SUMS))
@@ -332,7 +348,7 @@ def _gemv_int4_sm90_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: gl.c
     x_at = gl.convert_layout(x_at.reshape([C.WARPS, 32, 8]), RIGHT, assert_trivial=True)
     SCALES: gl.constexpr = gl.SliceLayout(2, SUMS)
     scales_at = gl.arange(0, C.WARPS, gl.SliceLayout(1, SCALES))[:, None] * RING
-    scales_at = base + (scales_at + gl.arange(0, 16, gl.SliceLayout(0, SCALES))[None, :] * 4)
+    scales_at = base + (scales_at + gl.arange(0, 16, gl.SliceLayout(0, SCALES))[None, :] * WORD_BYTES)
 
     acc = gl.zeros([C.WARPS, 16, _COLUMNS], gl.float32, SUMS)
     acc_up = acc
@@ -350,7 +366,7 @@ def _gemv_int4_sm90_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: gl.c
                 _sync_warp()  # all lanes have read the slot
                 ring = (words_to + slot, entries_to + slot)
                 next_one = step * C.UNROLL + (u + C.STAGES)
-                _fetch(ring, sources, next_one, mine, first, u * SLOT, C, GATED, C.X_IN_RING)
+                _fetch(ring, sources, next_one, mine, first, u * SLOT, C, GATED, ACROSS, C.X_IN_RING)
             else:
                 _commit()
             acc = multiply(gate, x, acc, C.GROUP, 1)
@@ -385,13 +401,14 @@ def _chunk(
 ):  # fmt: skip
     """A chunk of each warp: gate's tile, up's tile (as for `multiply`; empty if not gated), and x."""
     TILES: gl.constexpr = 2 if GATED else 1
+    ROWS_BYTES: gl.constexpr = 16 * WORD.primitive_bitwidth // 8  # the scale words of 16 rows
     gate, up = (_read(words_at, SLOT),), ()
     for g in gl.static_range(MOST):
-        gate += (_read_word(scales_at, SLOT + 1024 * TILES + 64 * TILES * g, WORD),)  # type: ignore[assignment]
+        gate += (_read_word(scales_at, SLOT + (1024 + ROWS_BYTES * g) * TILES, WORD),)  # type: ignore[assignment]
     if GATED:
         up += (_read(words_at, SLOT + 1024),)
         for g in gl.static_range(MOST):
-            up += (_read_word(scales_at, SLOT + 2048 + 128 * g + 64, WORD),)  # type: ignore[assignment]
+            up += (_read_word(scales_at, SLOT + 2048 + ROWS_BYTES * (2 * g + 1), WORD),)  # type: ignore[assignment]
     x = ()
     for j in gl.static_range(4):
         x += (_read(x_at, X_SLOT + 64 * j).to(DTYPE, bitcast=True),)  # type: ignore[assignment]
@@ -408,15 +425,17 @@ def worthwhile(rows: int, K: int, residual: bool) -> bool:
 
 
 def accepts(product: Product) -> bool:
-    """Whether the kernel should compute this product: a large weight, 16-byte alignment."""
-    x, weight = product.x, product.weight
+    """Whether the kernel should compute this product: a large weight, 16-byte alignment, whole copies of scale words."""
+    x, weight, scale = product.x, product.weight, product.epilogue.scale
     if (x.data_ptr() | weight.data_ptr()) % 16:
+        return False
+    if scale is not None and scale.element_size() == 2 and (scale.data_ptr() % 4 or product.shape[1] % 2):
         return False
     return worthwhile(weight.shape[0], x.shape[1], product.epilogue.residual is not None)
 
 
 def shared_bytes(config: GemvInt4Sm90Config, K: int, group: int, gated: bool) -> int:
-    """Shared memory that a program declares."""
+    """Shared memory that a program declares, with scale words of 32 bits."""
     count = cdiv(cdiv(K, INT4_CHUNK), config.num_warps)
     slot = (1024 + 64 * (128 // group)) * (2 if gated else 1)
     of_warp = config.stages * (slot + 256) if config.x_in_ring else config.stages * slot + 256 * count

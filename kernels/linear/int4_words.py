@@ -3,7 +3,8 @@
 A weight [N, K] is stored as words [N, ⌈K / 128⌉ · 32] of 16 bits and `scale` [groups, N] int32. In each chunk of 128 columns,
 word s holds the columns s, 32 + s, 64 + s and 96 + s, the lowest four bits first. So two neighbouring words are one register of
 the tensor cores' left operand four times over, and unpacking moves no value between threads. A scale is an fp32 number with the
-group's zero point in its four lowest bits; see `reference.dequantize_int4`. A group has 32, 64 or 128 columns.
+group's zero point in its four lowest bits; see `reference.dequantize_int4`. A group has 32, 64 or 128 columns. Scale words of 16
+bits are the scales of symmetric weights, bf16 or fp16, whose zero points are 8.
 
 MXFP4 (OCP Microscaling, Rouhani et al. 2023) has the same words, of E2M1 codes. Its scale words, uint32 [⌈K / 128⌉, N], have an
 E8M0 byte 2^(byte − 127) for each 32 columns of a chunk, the first one lowest. The dtype of the scale words says which decoder a
@@ -18,6 +19,41 @@ from minirt.errors import InputError
 from minirt.kernels.linear.product import Product
 from minirt.kernels.reference import int4_group
 
+# Words ($4) to numbers in bf16: 128 + q, then − (128 + z). $5: what `offset` returns.
+_TO_BF16 = tl.constexpr("""{
+    .reg .b32 w1, w2, w3, n0, n1, n2, n3, one;
+    shr.u32 w1, $4, 4;
+    shr.u32 w2, $4, 8;
+    shr.u32 w3, $4, 12;
+    lop3.b32 n0, $4, 0x000f000f, 0x43004300, 0xea;
+    lop3.b32 n1, w1, 0x000f000f, 0x43004300, 0xea;
+    lop3.b32 n2, w2, 0x000f000f, 0x43004300, 0xea;
+    lop3.b32 n3, w3, 0x000f000f, 0x43004300, 0xea;
+    mov.b32 one, 0x3f803f80;
+    fma.rn.bf16x2 $0, n0, one, $5;
+    fma.rn.bf16x2 $1, n1, one, $5;
+    fma.rn.bf16x2 $2, n2, one, $5;
+    fma.rn.bf16x2 $3, n3, one, $5;
+    }""")
+# In fp16: 1024 + q, then − (1024 + z); and 1024 + 16q, a sixteenth of it, then − (64 + z).
+_TO_FP16 = tl.constexpr("""{
+    .reg .b32 w2, n0, n1, n2, n3, sixteenth, rest, more;
+    shr.u32 w2, $4, 8;
+    lop3.b32 n0, $4, 0x000f000f, 0x64006400, 0xea;
+    lop3.b32 n1, $4, 0x00f000f0, 0x64006400, 0xea;
+    lop3.b32 n2, w2, 0x000f000f, 0x64006400, 0xea;
+    lop3.b32 n3, w2, 0x00f000f0, 0x64006400, 0xea;
+    mov.b32 sixteenth, 0x2c002c00;
+    mov.b32 more, 0x63806380;
+    add.rn.f16x2 rest, $5, more;
+    add.rn.f16x2 $0, n0, $5;
+    fma.rn.f16x2 $1, n1, sixteenth, rest;
+    add.rn.f16x2 $2, n2, $5;
+    fma.rn.f16x2 $3, n3, sixteenth, rest;
+    }""")
+_OF_8 = "{ .reg .b32 of_8; mov.b32 of_8,"  # $5 for z = 8
+_TO_BF16_SYMMETRIC = tl.constexpr(_TO_BF16.value.replace("$5", "of_8").replace("{", f"{_OF_8} 0xc308c308;"))
+_TO_FP16_SYMMETRIC = tl.constexpr(_TO_FP16.value.replace("$5", "of_8").replace("{", f"{_OF_8} 0xe408e408;"))
 # m0 … m3: the nibbles of the words $4 as `small_e2m1` returns them.
 _E2M1 = tl.constexpr("""
     .reg .b32 s0, s1, s2, m0, m1, m2, m3;
@@ -45,14 +81,19 @@ def factor(words, J: tl.constexpr = 0):
     """The scale of each scale word, fp32; of MXFP4, that of its J-th 32 columns. A byte of 0 is a denormal number, 2^−127."""
     if words.dtype == tl.uint32:
         return tl.maximum(((words >> (8 * J)) & 0xFF).to(tl.int32) << 23, 0x00400000).to(tl.float32, bitcast=True)
-    else:
+    elif words.dtype == tl.int32:
         return (words & -16).to(tl.float32, bitcast=True)
+    else:
+        return words.to(tl.float32)
 
 
 @triton.jit
 def zero_point(words):
     """The zero point of each scale word, fp32."""
-    return (words & 15).to(tl.float32)
+    if words.dtype == tl.int32:
+        return (words & 15).to(tl.float32)
+    else:
+        return tl.full(words.shape, 8.0, tl.float32)
 
 
 @triton.jit
@@ -65,17 +106,25 @@ def offset(words, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def group_words(ptrs, stride, chunk, K: tl.constexpr, GROUP: tl.constexpr, row=0):
+def group_words(ptrs, stride, chunk, K: tl.constexpr, GROUP: tl.constexpr, row=0, WIDE: tl.constexpr = False):
     """The scale words of the groups of a chunk, a tuple. Groups past the last one repeat it.
 
     ptrs: of the first group's, for each row; `row` is added to them. stride: from a group to the next. GROUP: groups have
-    32 · GROUP columns.
+    32 · GROUP columns. WIDE: words of 16 bits are loaded with the other half of 32 bits, which may lie past the tensor's
+    end, because no copy to shared memory has fewer.
     """
     GROUPS: tl.constexpr = (K + 32 * GROUP - 1) // (32 * GROUP)
     words = ()
     for i in tl.static_range(4 // GROUP):
         group = tl.minimum(chunk * (4 // GROUP) + i, GROUPS - 1)
-        words += (tl.load(ptrs + group.to(tl.int64) * stride + row),)  # type: ignore[assignment]
+        at = ptrs + group.to(tl.int64) * stride + row
+        if WIDE and at.dtype.element_ty.primitive_bitwidth == 16:
+            address = at.to(tl.int64)
+            both = tl.load((address & -4).to(tl.pointer_type(tl.int32)))
+            half = (both >> ((address & 2) * 8).to(tl.int32)).to(tl.int16)
+            words += (half.to(at.dtype.element_ty, bitcast=True),)  # type: ignore[assignment]
+        else:
+            words += (tl.load(at),)  # type: ignore[assignment]
     return words
 
 
@@ -83,45 +132,29 @@ def group_words(ptrs, stride, chunk, K: tl.constexpr, GROUP: tl.constexpr, row=0
 def unpack(w, zero):
     """Words → the four tiles q − z of their nibbles, exact in the dtype of `zero`, which is what `offset` returns."""
     if zero.dtype == tl.bfloat16:
-        # 128 + q, then − (128 + z)
         return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 w1, w2, w3, n0, n1, n2, n3, one;
-            shr.u32 w1, $4, 4;
-            shr.u32 w2, $4, 8;
-            shr.u32 w3, $4, 12;
-            lop3.b32 n0, $4, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 n1, w1, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 n2, w2, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 n3, w3, 0x000f000f, 0x43004300, 0xea;
-            mov.b32 one, 0x3f803f80;
-            fma.rn.bf16x2 $0, n0, one, $5;
-            fma.rn.bf16x2 $1, n1, one, $5;
-            fma.rn.bf16x2 $2, n2, one, $5;
-            fma.rn.bf16x2 $3, n3, one, $5;
-            }""",
-            "=r,=r,=r,=r,r,r", [w, zero], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+            _TO_BF16, "=r,=r,=r,=r,r,r", [w, zero], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True,
+            pack=2,
         )  # fmt: skip
     else:
-        # 1024 + q, then − (1024 + z); and 1024 + 16q, a sixteenth of it, then − (64 + z)
         return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 w2, n0, n1, n2, n3, sixteenth, rest, more;
-            shr.u32 w2, $4, 8;
-            lop3.b32 n0, $4, 0x000f000f, 0x64006400, 0xea;
-            lop3.b32 n1, $4, 0x00f000f0, 0x64006400, 0xea;
-            lop3.b32 n2, w2, 0x000f000f, 0x64006400, 0xea;
-            lop3.b32 n3, w2, 0x00f000f0, 0x64006400, 0xea;
-            mov.b32 sixteenth, 0x2c002c00;
-            mov.b32 more, 0x63806380;
-            add.rn.f16x2 rest, $5, more;
-            add.rn.f16x2 $0, n0, $5;
-            fma.rn.f16x2 $1, n1, sixteenth, rest;
-            add.rn.f16x2 $2, n2, $5;
-            fma.rn.f16x2 $3, n3, sixteenth, rest;
-            }""",
-            "=r,=r,=r,=r,r,r", [w, zero], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+            _TO_FP16, "=r,=r,=r,=r,r,r", [w, zero], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def unpack_symmetric(w, DTYPE: tl.constexpr):
+    """Words → the four tiles q − 8 of their nibbles, exact in DTYPE. (A constant for `unpack` would keep Triton from
+    unpacking in the layout of `tl.dot`.)"""
+    if DTYPE == tl.bfloat16:  # noqa: SIM300
+        return tl.inline_asm_elementwise(
+            _TO_BF16_SYMMETRIC, "=r,=r,=r,=r,r", [w], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True,
+            pack=2,
         )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            _TO_FP16_SYMMETRIC, "=r,=r,=r,=r,r", [w], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2
+        )
 
 
 @triton.jit
@@ -206,7 +239,16 @@ def unpack_e2m1(w, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def scaled(q, scale):
+def weights(q, words):
+    """q · the scale of each row's scale word, not MXFP4, rounded once to the 16-bit dtype of q."""
+    if words.dtype == q.dtype:
+        return times_power(q, words[:, None])
+    else:
+        return _scaled(q, factor(words)[:, None])
+
+
+@triton.jit
+def _scaled(q, scale):
     """q · scale, rounded once to 16 bits: `scale` fp32 [rows, 1] is split into a high and a low part."""
     high = scale.to(q.dtype)
     low = (scale - high.to(tl.float32)).to(q.dtype)
@@ -235,7 +277,7 @@ def scaled(q, scale):
 
 @triton.jit
 def times_power(q, power):
-    """q · power, a power of two: exact in 16 bits, unless the result leaves their range."""
+    """q · power, a number of 16 bits, rounded once: of a power of two exact, unless the result leaves the range."""
     power, _ = tl.broadcast(power.to(q.dtype), q)
     if q.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(

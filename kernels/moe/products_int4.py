@@ -106,10 +106,10 @@ def _experts_int4_kernel(x_ptr, weight_ptr, ep, out_ptr, routing, most, scale_ex
     for chunk in tl.range(0, CHUNKS, num_stages=C.STAGES):
         k = chunk * 128
         x = load_chunk(x_ptrs, k, C.K)
-        words = group_words(scales, scale_group, chunk, C.K, C.GROUP)
+        words = group_words(scales, scale_group, chunk, C.K, C.GROUP, WIDE=C.ASM)
         acc = multiply_chunk(tl.load(w_ptrs + k // 4), words, x, acc, C.GROUP, EXACT, C.DTYPE, C.ASM)
         if GATED:
-            words = group_words(scales + N, scale_group, chunk, C.K, C.GROUP)
+            words = group_words(scales + N, scale_group, chunk, C.K, C.GROUP, WIDE=C.ASM)
             w = tl.load(w_ptrs + (k // 4 + up))
             acc_up = multiply_chunk(w, words, x, acc_up, C.GROUP, EXACT, C.DTYPE, C.ASM)
     of_rows = load_rows(ep, expert.to(tl.int64) * N * ROWS + n[:, None], n[:, None] < N, N, False)

@@ -12,11 +12,12 @@ from functools import partial
 
 import torch
 
-from minirt.device import AnyDevice, free_memory, held_by_others, is_out_of_memory, total_memory
+from minirt.device import AnyDevice, compute_capability, free_memory, held_by_others, is_out_of_memory, total_memory
 from minirt.engine.execute.logits_processors import PROCESSED_ROWS
 from minirt.engine.limits import CPU_NUM_BATCHED_TOKENS, EngineLimits
 from minirt.engine.schedule.windows import window_pages
 from minirt.errors import ConfigError, OutOfMemoryError
+from minirt.kernels.reference import INT4_MAX_TOKENS
 from minirt.kernels.sampling.slots import slot_bytes
 from minirt.loading.options import LoadOptions
 from minirt.modeling.model import Model
@@ -181,7 +182,7 @@ def plan_memory(
     if on_cpu:
         budget = free if asked is not None else min(free, fixed + int(max(0, free - fixed) * CPU_SHARE))
     defaults = (CPU_NUM_BATCHED_TOKENS,) if on_cpu else NUM_BATCHED_TOKENS
-    step_bytes = step_bytes or partial(estimate_step, model, cuda_graphs=options.cuda_graphs)
+    step_bytes = step_bytes or partial(estimate_step, model, cuda_graphs=options.cuda_graphs, device=device)
     step, pages, snapshots, seqs, in_windows = 0, 0, 0, options.max_num_seqs, dict[int, int]()
     for tokens in defaults if options.max_num_batched_tokens is None else (options.max_num_batched_tokens,):
         limits = EngineLimits(length, seqs, tokens, max_drafts=drafts.max_drafts, keeps_history=drafts.needs_history)
@@ -324,7 +325,7 @@ def context_is_short(plan: MemoryPlan) -> str:
     return f"a context of {plan.asked:,} tokens needs {needed} of KV cache, which has room for {room}, {plan.context:,} tokens"
 
 
-def estimate_step(model: Model, limits: EngineLimits, cuda_graphs: bool) -> int:
+def estimate_step(model: Model, limits: EngineLimits, cuda_graphs: bool, device: AnyDevice) -> int:
     """An estimate of the bytes that steps need on a GPU beside weights and KV pages; see `measure_step_bytes`."""
     config, size, length, tokens = model.config, model.dtype.itemsize, limits.max_model_len, limits.max_num_batched_tokens
     rows = limits.max_logits_rows if limits.max_drafts else limits.max_num_seqs
@@ -338,6 +339,9 @@ def estimate_step(model: Model, limits: EngineLimits, cuda_graphs: bool) -> int:
     total = tokens * row + 3 * logits + min(rows, PROCESSED_ROWS) * config.vocab_size * 4 + limits.max_num_seqs * slot
     if cuda_graphs:
         total += min(tokens, 2048) * row
+    if tokens > INT4_MAX_TOKENS and compute_capability(device) != (9, 0):
+        linears = [op.linear for layer in model.layers for op in layer.linear_ops() if not op.experts]
+        total += max((each.num_parameters for each in linears if each.format and each.format.unpacks), default=0) * size
     if model.draft_model is not None:  # the hidden states that it continues from
         total += tokens * config.hidden_size * size
     return int(1.05 * total)

@@ -10,6 +10,8 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from minirt.errors import CheckpointError, ConfigError, UnsupportedError
 from minirt.layers import Layer
 from minirt.loading.checkpoint import MAX_SHOWN, Entries, Entry, attention_scales, some_names
@@ -96,7 +98,8 @@ def stored_formats(layers: Iterable[Layer], entries: Entries | None, stated: Qua
     kv = attention_scales(entries or (), modules)
     method = f"{stated.method}: {'; '.join(sorted(set(map(str, schemes.values()))))}"
     notes, unused = _notes(schemes.values(), inputs, kv, entries is None), (*inputs, *kv)
-    chosen = {module: search.format(module, scheme) for module, scheme in schemes.items()}
+    scale_dtype = search.scale_dtype(schemes)
+    chosen = {module: search.format(module, scheme, scale_dtype) for module, scheme in schemes.items()}
     return StoredFormats(chosen, checkpoint=method, notes=notes, unused_scales=unused)
 
 
@@ -126,8 +129,14 @@ class _Search:
         self.seen, self.entries, self.stated = entries is not None, entries or {}, stated
         self.unlisted: list[str] = []
 
-    def format(self, module: str, scheme: Scheme) -> LinearFormat:
-        """The format of a quantized linear."""
+    def scale_dtype(self, schemes: Mapping[str, Scheme]) -> torch.dtype:
+        """The dtype of the scale words of symmetric 4-bit weights: that of all their scales, if it has 16 bits."""
+        of_groups = [f"{module}.{s.layout.scale_name}" for module, s in schemes.items() if s.scales == "group" and s.symmetric]
+        dtypes = {self.entries[name].dtype for name in of_groups if name in self.entries} if self.seen else {"BF16"}
+        return {frozenset(["BF16"]): torch.bfloat16, frozenset(["F16"]): torch.float16}.get(frozenset(dtypes), torch.int32)
+
+    def format(self, module: str, scheme: Scheme, scale_dtype: torch.dtype) -> LinearFormat:
+        """The format of a quantized linear. scale_dtype: of all symmetric 4-bit weights."""
         layout = scheme.layout
         if layout is MXFP4:
             return formats.StoredMxfp4()
@@ -135,7 +144,8 @@ class _Search:
             return formats.StoredFp8Blocks(layout.scale_name)
         if scheme.scales != "group":
             return formats.StoredFp8(scheme.scales == "tensor", layout.scale_name)
-        return formats.StoredInt4(scheme, scheme.ordered or bool(self.names(module, layout.indices_name or "")))
+        has_indices = scheme.ordered or bool(self.names(module, layout.indices_name or ""))
+        return formats.StoredInt4(scheme, has_indices, scale_dtype if scheme.symmetric else torch.int32)
 
     def names(self, module: str, *ends: str) -> list[str]:
         """Which of these ends of names the tensors of a linear have."""

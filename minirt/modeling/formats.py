@@ -92,10 +92,11 @@ class LinearFormat(ABC):
     `rows` are the numbers of rows of the parts, from top to bottom; K is the number of columns.
 
     Attributes:
-        name: as the plan shows it. Formats with one name have the same memory and the same kernels.
+        name: as the plan shows it. Formats with one name have the same kernels, perhaps compiled for other dtypes of scales.
         capability: the lowest compute capability of its kernels; infinity: no Triton kernel computes it.
         rounds_activations: whether steps of several tokens round activations to e4m3.
         chunk: weights that are quantized or repacked at a time.
+        unpacks: whether steps of more than `INT4_MAX_TOKENS` write a whole weight in the model's dtype, but on Hopper.
         whole_rows: whether the values of a row depend on all its columns, of which a shard may keep some.
     """
 
@@ -103,6 +104,7 @@ class LinearFormat(ABC):
     capability: ClassVar[float] = 8.9
     rounds_activations: ClassVar[bool] = True
     chunk: ClassVar[int] = CHUNK
+    unpacks: ClassVar[bool] = False
     whole_rows: ClassVar[bool] = False
 
     def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
@@ -286,12 +288,15 @@ class _Int4(LinearFormat):
 
     Attributes:
         group: columns of a group: 32, 64 or 128.
+        scale_dtype: of the scale words, see `reference.WORDS`.
     """
 
     name = "int4"
     capability = 8.0
     rounds_activations = False
+    unpacks = True
     group: int
+    scale_dtype: torch.dtype = torch.int32
 
     def axes(self, what: str) -> tuple[Axis | None, Axis | None]:
         return Axis(0), Axis(1, unit=self.group)
@@ -301,12 +306,13 @@ class _Int4(LinearFormat):
 
     def allocate(self, rows: Sequence[int], K: int, device: torch.device) -> tuple[Tensor, Tensor]:
         words = torch.empty(sum(rows), -(-K // INT4_CHUNK) * (INT4_CHUNK // 4), dtype=torch.int16, device=device)
-        return words, torch.zeros(self.scale_shape(rows, K), dtype=torch.int32, device=device)
+        return words, torch.zeros(self.scale_shape(rows, K), dtype=self.scale_dtype, device=device)
 
     def quantize(self, source: Tensor, scale_rows: Tensor) -> Tensor:
         """The words of `source` [n, K]; writes their scale words, `scale_rows` [groups, n]."""
-        codes, scale, zero = reference.quantize_int4(source, self.group)
-        scale_rows.copy_(pack_int4_scale(scale, zero))
+        full = self.scale_dtype == torch.int32
+        codes, scale, zero = reference.quantize_int4(source, self.group, None if full else self.scale_dtype)
+        scale_rows.copy_(pack_int4_scale(scale, zero) if full else scale.T)
         return pack_int4(codes)
 
     def store(self, source: Tensor, weight: Tensor, scale: Tensor, place: slice, scales: slice) -> None:
@@ -378,10 +384,12 @@ class StoredInt4(_Int4):
         scheme: what the checkpoint's tensors are.
         has_indices: whether the checkpoint has the tensor `scheme.layout.indices_name`. Only the order of columns without
             `desc_act` is supported: the group of column k is k // g.
+        scale_dtype: of symmetric weights, that of all stored scales if it has 16 bits.
     """
 
     scheme: Scheme
     has_indices: bool = False
+    scale_dtype: torch.dtype = torch.int32
 
     @property
     def group(self) -> int:  # type: ignore[override]
@@ -461,6 +469,9 @@ class StoredInt4(_Int4):
     def _place_scale(self, stored: Tensor, words: Tensor) -> None:
         """Write scales [n, stored groups] into scale words. Each in-place operation changes only its bits, so threads may load
         scales and zero points in any order."""
+        if words.dtype != torch.int32:
+            words.copy_(self._repeated(stored, words).T)
+            return
         words.bitwise_and_(15).bitwise_or_(pack_int4_scale(self._repeated(stored, words), 0))
         if self.scheme.symmetric:
             words.bitwise_and_(-16).bitwise_or_(INT4_ZERO)
@@ -474,7 +485,8 @@ class StoredInt4(_Int4):
         if (zeros > 15).any():
             what, times = "zero points that writers of version 1 do not agree on", f"{int((zeros > 15).sum())} times 15"
             raise CheckpointError(what, expected="stored zero points from 0 to 14", found=times)
-        words.bitwise_and_(-16).bitwise_or_(self._repeated(zeros, words).T.to(torch.int32))
+        if words.dtype == torch.int32:
+            words.bitwise_and_(-16).bitwise_or_(self._repeated(zeros, words).T.to(torch.int32))
 
     def _repeated(self, stored: Tensor, words: Tensor) -> Tensor:
         """Values [n, stored groups] as [n, groups], on the device of `words` [groups, n]."""

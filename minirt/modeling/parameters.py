@@ -213,7 +213,10 @@ class PackedLinear(Parameter):
         return self.format.nbytes(self.rows, self.in_features) + self.has_bias * self.out_features * dtype.itemsize
 
     def compile_key(self) -> tuple[Hashable, ...]:
-        kept = self.format and (self.format.name, self.format.scale_shape(self.rows, self.in_features))
+        kept: tuple[Hashable, ...] | None = None
+        if self.format is not None:
+            _, scale = self.format.allocate(self.rows, self.in_features, torch.device("meta"))
+            kept = self.format.name, scale.shape, scale.dtype
         return self.out_features, self.in_features, self.has_bias, kept, self.adapters is not None
 
     def expected(self) -> Iterator[TensorSpec]:

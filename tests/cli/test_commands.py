@@ -576,7 +576,7 @@ def test_plan_for_a_gpu_that_is_not_here(run):
     code, out, _ = run(*base, "--gpu", "rtx 3090", "--dtype", "float32")
     assert code == 1
     assert re.search(r"^Does not fit: it needs at least 28\.\d+GiB \(use --dtype bfloat16: at least 1\d.*GiB\)$", out, re.M)
-    even = "at least 5.65GiB even with --quantize int4: use a smaller model, or a GPU with more memory)"
+    even = "at least 5.92GiB even with --quantize int4: use a smaller model, or a GPU with more memory)"
     for gpu, words in (("12GiB:8.9", "use --fp8: at least 8"), ("10GiB", "use --quantize int4: at least 5"), ("2GiB", even)):
         assert f"({words}" in run(*base, "--gpu", gpu)[1].splitlines()[-1]
     assert "sm90" not in out

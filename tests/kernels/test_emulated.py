@@ -63,11 +63,12 @@ def emulated(files: Sequence[str], selection: str, without: str = "") -> str:
         (["moe/test_experts_int4_sm90.py"], "test_one_product and bfloat16 and mx and (70 or 104)", 2),
         (["moe/test_few_tokens_int4.py"], "bfloat16 and any_configuration and (300 or 1400 or 320)", 4),
         (["linear/test_int4_hopper.py"], f"{FP16} and (gelu_tanh or (7 and 33) or (40 and 140) or mx)", 9),
+        (["linear/test_int4_hopper.py", "moe/test_experts_int4_sm90.py"], "torch", 18),
     ],
     ids=[
         "decode", "decode of long sequences", "decode in 16 bits", "settings", "windows", "prompts", "experts",
         "experts in blocks", "linear", "gated delta", "experts of 4 bits", "Hopper's experts of 4 bits", "Hopper's MXFP4 experts",
-        "few tokens' experts of 4 bits", "int4",
+        "few tokens' experts of 4 bits", "int4", "int4 with scales of 16 bits",
     ],
 )
 def test_kernels(files, selection, count):

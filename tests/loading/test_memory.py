@@ -9,6 +9,7 @@ from support.checkpoints import no_warning
 from support.model_cases import make
 
 from minirt import Generator, LoadOptions
+from minirt.cli.gpus import find_gpu
 from minirt.engine.execute.logits_processors import LogitsProcessors
 from minirt.engine.limits import EngineLimits
 from minirt.engine.warmup.steps import largest_steps
@@ -344,5 +345,5 @@ def test_the_estimate_holds_what_requests_may_ask_of_sampling(longest, counts):
     assert processors.slots.counts.nbytes == 256 * 152_064 * counts
     assert 0 <= held - 256 * slot_bytes(152_064, longest) <= 256 * 64
     model = plan_model(LoadOptions(model="Qwen2.5-7B", device="cpu"))
-    steps = [memory.estimate_step(model, EngineLimits(longest, n, 512), True) for n in (64, 320)]
+    steps = [memory.estimate_step(model, EngineLimits(longest, n, 512), True, find_gpu("H100")) for n in (64, 320)]
     assert steps[1] - steps[0] > held + 3 * 256 * 152_064 * 4, "three buffers of logits, too"

@@ -64,13 +64,16 @@ def check_weights(generator, exact):
 
 @pytest.mark.parametrize("style", STYLES)
 def test_each_layout_has_the_numbers_of_its_file(style, plain, quantized, monkeypatch):
-    """Catches nibbles, zero points and groups in another place, also of a tensor that is repacked in pieces."""
+    """Catches nibbles, zero points and groups in another place, also of a tensor that is repacked in pieces; scales of symmetric
+    weights that have 16 bits and take 32, and zero points that are lost in 16."""
     written = quantized(style, shards=3)
     with no_warning("on a CPU, quantized weights save memory"):
         generator = load(written.folder)
     with generator:
         assert check_weights(generator, written.exact) == 3 * 4
         assert generator.unused_tensors == ()
+        four_bits = [each for layer in generator._model.layers for each in layer.quantizable() if each.format]
+        assert {each.scale.dtype for each in four_bits} == {STYLES[style].dtype if STYLES[style].symmetric else torch.int32}
         rows = {row.layer: row for row in generator.plan.rows}
         assert rows["layers.0.attention"].formats == rows["layers.2.mlp"].formats == ("int4",)
         assert rows["head"].formats == ()
@@ -114,12 +117,13 @@ def test_pieces_bound_the_temporary_memory(form, monkeypatch):
 
 
 def test_scales_of_32_bits(quantized):
-    """The scale words keep 20 of the 24 bits of their mantissas; 16-bit scales are exact."""
+    """The scale words keep 20 of the 24 bits of their mantissas; 16-bit scales beside them are exact."""
     written = quantized("packed 128")
     scale = written.tensors[f"{DOWN}.weight_scale"].float() * (1 + torch.linspace(1e-4, 2e-4, 2 * 144).reshape(144, 2))
     written.tensors[f"{DOWN}.weight_scale"] = scale
     save(written)
     with load(written.folder) as generator:
+        assert generator._model.layers[2].down.scale.dtype == torch.int32, "all have one dtype"
         stored = unpack_int4_scale(generator._model.layers[4].down.scale)[0]
         assert not torch.equal(stored, scale)
         assert ((stored - scale).abs() / scale).max() <= 2**-20

@@ -28,14 +28,16 @@ def lists(experts, weights, E, block_t):
 def four_bits(weight, group):
     """Experts [E, N, K] → words, scale words as `PackedExperts.stacked` views them, and what both stand for in fp64.
 
-    group: "mx" for MXFP4.
+    group: columns; with a dtype, of symmetric weights whose scale words have it; "mx": MXFP4.
     """
     if group == "mx":
         words, scales = reference.quantize_weight(weight.flatten(0, 1), "mxfp4")
         exact = reference.dequantize_mxfp4(words, scales, weight.shape[2], torch.float64)
     else:
-        codes, scale, zero = reference.quantize_int4(weight.flatten(0, 1), group)
+        group, symmetric = group if isinstance(group, tuple) else (group, None)
+        codes, scale, zero = reference.quantize_int4(weight.flatten(0, 1), group, symmetric)
         words, scales = reference.pack_int4(codes), reference.pack_int4_scale(scale, zero)
+        scales = scales if symmetric is None else scale.to(symmetric).T.contiguous()
         exact = reference.dequantize_int4(words, scales, weight.shape[2], torch.float64)
     E_N = weight.shape[:2]
     return words.unflatten(0, E_N), scales.unflatten(1, E_N).movedim(1, 0), exact.view(weight.shape)

@@ -25,11 +25,17 @@ CASES = [
     (2, 17, 200, 64, "gelu_tanh", Int4Config(16, 16, exact=False)),
     (35, 17, 160, 64, None, Int4Config(16, 16, exact=False, split=2)), (17, 24, 320, "mx", None, Int4Config(16, 16, split=2)),
     (5, 17, 97, "mx", "silu", Int4Config(16, 16)), (5, 40, 288, "mx", None, Int4Config(16, 16, exact=False)),
+    (5, 22, 336, (32, torch.bfloat16), None, Int4Config(16, 16, split=2)),
+    (3, 20, 200, (64, torch.float16), "silu", Int4Config(16, 16)),
+    (5, 40, 288, (32, torch.bfloat16), None, Int4Config(16, 16, exact=False)),
 ]  # fmt: skip
 
 
 def four_bits(N, K, group, device, seed=3):
-    """Random words and scale words, and the fp64 weights that they stand for. Scales differ a lot between groups. "mx": MXFP4."""
+    """Random words and scale words, and the fp64 weights that they stand for. Scales differ a lot between groups.
+
+    group: columns; with a dtype, of symmetric weights whose scale words have it; "mx": MXFP4.
+    """
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 16, (N, K), generator=generator)
     if group == "mx":
@@ -37,13 +43,17 @@ def four_bits(N, K, group, device, seed=3):
         exact = E2M1[codes] * 2.0 ** (exponents[:, torch.arange(K) // 32] - 127).double()
         words, scales = reference.pack_int4(codes), reference.pack_mxfp4_scale(exponents.to(torch.uint8))
         return words.to(device), scales.to(device), exact.to(device)
+    group, symmetric = group if isinstance(group, tuple) else (group, None)
     groups = -(-K // group)
     powers = torch.randint(-4, 4, (N, groups), generator=generator)
-    scale = (0.01 * 2.0**powers * torch.rand(N, groups, generator=generator)).half()
+    scale = (0.01 * 2.0**powers * torch.rand(N, groups, generator=generator)).to(symmetric or torch.float16)
     zeros = torch.randint(0, 16, (N, groups), generator=generator, dtype=torch.int32)
+    if symmetric is not None:
+        scale, zeros = scale * (1 - 2 * (powers % 2)), torch.full_like(zeros, 8)  # of either sign, as AutoRound writes them
     at = torch.arange(K) // group
     exact = (codes - zeros[:, at]).double() * scale[:, at].double()
-    words, scales = reference.pack_int4(codes), reference.pack_int4_scale(scale, zeros.int())
+    words = reference.pack_int4(codes)
+    scales = reference.pack_int4_scale(scale, zeros) if symmetric is None else scale.T.contiguous()
     return words.to(device), scales.to(device), exact.to(device)
 
 
@@ -139,6 +149,7 @@ ONE_TOKEN = [  # N, K, group, activation, configuration
     (3, 1096, 128, "silu", GemvConfig(2, 1, 2)),
     (2, 1100, 32, "gelu", GemvConfig(1, 2, 3)),
     (3, 1100, "mx", "silu", GemvConfig(2, 2, 1)),
+    (9, 1096, (32, torch.bfloat16), None, GemvConfig(4, 1, 1)),
 ]
 
 
@@ -275,7 +286,9 @@ LARGE = [
     (1, 4608, 3584, 128, None), (1, 18944, 3584, 128, "silu"), (7, 3584, 18944, 64, None), (24, 3584, 3584, 32, None),
     (64, 3584, 18944, 128, None), (100, 4608, 3584, 128, None), (100, 4864, 896, 64, "silu"), (256, 3584, 3584, 128, None),
     (300, 2000, 3584, 128, "silu"), (1, 4608, 2880, "mx", None), (24, 2880, 2880, "mx", "silu"), (100, 4608, 2880, "mx", None),
-    (300, 2000, 2880, "mx", "silu"),
+    (300, 2000, 2880, "mx", "silu"), (1, 5376, 21504, (32, torch.bfloat16), None), (1, 21504, 5376, (32, torch.bfloat16), "silu"),
+    (7, 5376, 21504, (32, torch.bfloat16), None), (24, 5376, 5376, (32, torch.bfloat16), None),
+    (100, 4608, 5376, (32, torch.bfloat16), "silu"), (300, 2000, 5376, (64, torch.float16), "silu"),
 ]  # fmt: skip
 
 

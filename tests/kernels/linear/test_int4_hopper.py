@@ -12,7 +12,7 @@ from minirt.kernels import reference
 from minirt.kernels.launch import Gpu, Workspace
 from minirt.kernels.linear.gemm_int4_sm90 import Int4Sm90Config, gemm_int4_sm90
 from minirt.kernels.linear.gemm_int4_small_sm90 import Int4SmallSm90Config, gemm_int4_small_sm90
-from minirt.kernels.linear.gemv_int4_sm90 import GemvInt4Sm90Config, fitting, gemv_int4_sm90, shared_bytes
+from minirt.kernels.linear.gemv_int4_sm90 import GemvInt4Sm90Config, accepts, fitting, gemv_int4_sm90, shared_bytes
 from minirt.kernels.linear.gemv_int4_sm90 import rule as gemv_rule
 from minirt.kernels.linear.product import ProductFacts
 
@@ -27,6 +27,8 @@ SMALL = [
     (7, 33, 577, 32, None, False, Int4SmallSm90Config(16, 4, 1, None, 2)),
     (2, 16, 256, 128, None, False, Int4SmallSm90Config(16, 8, 4)),
     (3, 24, 456, "mx", "silu", False, Int4SmallSm90Config(16, 2, 2)),
+    (6, 33, 577, (32, torch.bfloat16), None, False, Int4SmallSm90Config(16, 4, 1, None, 2)),
+    (1, 19, 456, (64, torch.float16), "silu", True, Int4SmallSm90Config(16, 2, 1)),
 ]  # fmt: skip
 
 
@@ -69,7 +71,20 @@ ONE = [
     (35, 2440, 32, None, False, GemvInt4Sm90Config(2, 4, 4, 128, True)),
     (16, 1800, 128, None, True, GemvInt4Sm90Config(2, 8, 3, line=True)), (5, 97, 128, None, True, GemvInt4Sm90Config(1, 3, 1)),
     (19, 712, "mx", "silu", True, GemvInt4Sm90Config(2, 2, 1)),
+    (34, 2440, (32, torch.bfloat16), None, False, GemvInt4Sm90Config(2, 4, 4, 128, True)),
+    (18, 456, (32, torch.bfloat16), "silu", True, GemvInt4Sm90Config(2, 1, 1)),
+    (22, 1000, (64, torch.float16), "silu", True, GemvInt4Sm90Config(2, 2, 2)),
+    (16, 840, (128, torch.bfloat16), None, False, GemvInt4Sm90Config(4, 1, 1)),
 ]  # fmt: skip
+
+
+def test_scale_words_that_copies_cannot_bring():
+    """Catches copies of 4 bytes that begin between two scale words of 16 bits, or reach into the next group."""
+    for rows, first, accepted in ((5376, 0, True), (5377, 0, False), (5376, 1, False)):
+        x, words = torch.empty(1, 5376, dtype=torch.bfloat16), torch.empty(rows, 1344, dtype=torch.int16)
+        scale = torch.empty(rows * 168 + 1, dtype=torch.bfloat16)[first:][: rows * 168].view(168, rows)
+        assert accepts(product(x, words, torch.empty(1, rows), scale=scale)) == accepted
+    assert accepts(product(x, torch.empty(5377, 1344, dtype=torch.int16), torch.empty(1, 5377), scale=torch.empty(168, 5377)))
 
 
 @pytest.mark.gpu
@@ -100,6 +115,8 @@ LARGE = [
     (40, 140, 712, 128, None, Int4Sm90Config(64, 2, 3)), (100, 88, 584, 64, "silu", Int4Sm90Config(32, 3, 2)),
     (130, 72, 392, 32, None, Int4Sm90Config(128, 2, 2)), (129, 35, 264, 128, "silu", Int4Sm90Config(256, 2)),
     (20, 150, 640, 64, None, Int4Sm90Config(128, 3)), (40, 70, 456, "mx", "silu", Int4Sm90Config(64, 2, 2)),
+    (129, 72, 392, (32, torch.bfloat16), None, Int4Sm90Config(128, 2, 2)),
+    (99, 88, 584, (64, torch.float16), "silu", Int4Sm90Config(32, 3, 2)),
 ]  # fmt: skip
 
 

@@ -47,7 +47,7 @@ def check(given, k, normalize, activation, nan, agrees, config=None):
     agrees(out, same, expected(*(t if t is None else t.double() for t in rest), up[2], down[2], *options))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, CASES[0] | {"H": 136, "group": (32, torch.bfloat16)}], ids=str)
 @pytest.mark.parametrize("T", [1, 3])
 def test_few_tokens(case, T, dtype, make, nan, agrees):
     """Each token with its experts, shares, residual and shared expert."""

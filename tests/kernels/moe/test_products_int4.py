@@ -36,7 +36,9 @@ def test_mixture(case, dtype, make, agrees):
 
 
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize(("N", "K", "group", "T"), [(70, 200, 128, 9), (96, 136, 32, 70), (40, 320, 64, 5), (40, 72, "mx", 9)])
+@pytest.mark.parametrize(("N", "K", "group", "T"), [
+    (70, 200, 128, 9), (96, 136, 32, 70), (40, 320, 64, 5), (40, 72, "mx", 9), (41, 136, (32, torch.bfloat16), 9),
+])  # fmt: skip
 def test_one_product(N, K, group, T, gated, dtype, make, nan, agrees):
     """One product, its tokens spread by the reference: one expert has none."""
     E, k, rows = 4, 2, 2 * N if gated else N
