@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.kernels.checks import check_arguments
-from minirt.kernels.collectives.peers import Peers
+from minirt.kernels.collectives.peers import Peers, unless_stopped
 from minirt.kernels.launch import launch_options, next_power_of_2
 from minirt.kernels.pdl import wait_for_input
 from minirt.kernels.prepared import prepared
@@ -37,6 +37,7 @@ def _all_reduce_kernel(
     if PDL:
         wait_for_input(False)
     calls = tl.load(box.calls + t, volatile=True)
+    stopped = tl.load(box.addresses + RANKS + 1).to(tl.pointer_type(tl.int32))
     spins = tl.where(tl.load(box.failed, volatile=True) == 0, box.spins, 1)
     x = tl.load(x_ptr + t * H + h, mask=inside, other=0.0)
     bits = x.to(box.memory.dtype.element_ty, bitcast=True)
@@ -60,6 +61,7 @@ def _all_reduce_kernel(
             total += tl.where(rank == source, bits, part).to(x.dtype, bitcast=True).to(tl.float32)
         empty = tl.max(missing, 0)
         loads += 1
+        spins = unless_stopped(stopped, loads, spins)
     for source in tl.static_range(RANKS):
         ptrs = box.memory + (place + source * box.rows) * box.width + h
         tl.store(ptrs, tl.full((BLOCK_H,), EMPTY, bits.dtype), mask=h < tl.where(rank == source, 0, H))

@@ -9,11 +9,13 @@ all others, which they store after their kernel of call n has ended, and with it
 counted in each GPU's memory, so CUDA graphs may be replayed in any order, if it is the same on all ranks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from minirt.errors import InputError, UnsupportedError
@@ -26,7 +28,7 @@ class Mailbox(NamedTuple):
     """What the kernels of one rank get.
 
     Attributes:
-        addresses: [N + 1] int64: of each rank's mailbox, as this rank sees it; and this rank's number.
+        addresses: [N + 2] int64: of each rank's mailbox, as this rank sees it; this rank's number; and of `Peers.stopped`.
         memory: [2, N, rows, width] int16, int32 or int64: this rank's places, as bits.
         calls: [rows] int32: how often each row was used.
         failed: [1] int32: not 0 after a wait has given up. Later calls of this rank load once.
@@ -50,14 +52,20 @@ class Peers:
         ranks: how many there are.
         dtype: of all parts.
         group: the process group, for the reference.
+        stopped: [1] int32 in the host's memory, pinned if there is a GPU. After `stop`, no wait goes on.
         symmetric: what PyTorch knows of the mailboxes; it keeps the mapping of the others' memory.
     """
 
     ranks: int
     dtype: torch.dtype
     mailbox: Mailbox
+    stopped: Tensor
     group: Any = None
     symmetric: Any = None
+
+    def stop(self) -> None:
+        """End the waits of this rank's kernels. The host stores it: what it queued might wait for these kernels."""
+        self.stopped.fill_(1)
 
     def check(self, dtype: torch.dtype, rows: int, width: int) -> None:
         """Raise InputError unless the mailbox is for this dtype and has room for so many rows."""
@@ -67,14 +75,24 @@ class Peers:
             raise InputError("wrong mailbox", where="peers", expected=f"{rows} rows of {width} {dtype}", found=shown)
 
 
-def mailbox_of(rank: int, memories: list[Tensor], spins: int = _SPINS) -> Mailbox:
-    """The mailbox of `rank`, from the memory of all, [2, N, rows, width], at their addresses here. It is emptied."""
+@triton.jit
+def unless_stopped(stopped, loads, spins):
+    """`spins`, or 0 if the host has stopped the wait. It looks rarely, since the host's memory is far away."""
+    if loads % 1024 == 0:
+        spins = tl.where(tl.load(stopped, volatile=True) == 0, spins, 0)
+    return spins
+
+
+def peers_of(rank: int, memories: list[Tensor], dtype: torch.dtype, spins: int = _SPINS, group: Any = None) -> Peers:
+    """The peers of `rank`, from the mailboxes of all, [2, N, rows, width], at their addresses here. Its own is emptied."""
     memory, device = memories[rank], memories[rank].device
     memory.fill_(torch.iinfo(memory.dtype).min)
     rows, width = memory.shape[2:]
-    addresses = torch.tensor([each.data_ptr() for each in memories] + [rank], dtype=torch.int64, device=device)
+    stopped = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+    numbers = [each.data_ptr() for each in memories] + [rank, stopped.data_ptr()]
+    addresses = torch.tensor(numbers, dtype=torch.int64, device=device)
     calls, failed = (torch.zeros(n, dtype=torch.int32, device=device) for n in (rows, 1))
-    return Mailbox(addresses, memory, calls, failed, rows, width, spins)
+    return Peers(len(memories), dtype, Mailbox(addresses, memory, calls, failed, rows, width, spins), stopped, group)
 
 
 def connect(group: Any, rows: int, hidden: int, dtype: torch.dtype, device: torch.device, spins: int = _SPINS) -> Peers:
@@ -96,7 +114,7 @@ def connect(group: Any, rows: int, hidden: int, dtype: torch.dtype, device: torc
             f"the GPUs cannot store into each other's memory ({type(error).__name__}: {error})", where=f"rank {rank} of {ranks}",
             expected="GPUs of one host that NVLink or PCIe connects as peers", hint="`nvidia-smi topo -p2p w` lists the pairs",
         ) from error  # fmt: skip
-    mailbox = mailbox_of(rank, memories, spins)
+    peers = replace(peers_of(rank, memories, dtype, spins, group), symmetric=symmetric)
     torch.cuda.synchronize(device)
     dist.barrier(group)  # no rank stores into a mailbox that is not yet empty
-    return Peers(ranks, dtype, mailbox, group, symmetric)
+    return peers

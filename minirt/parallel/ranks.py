@@ -4,6 +4,7 @@ Rank 0 is the process of the caller: it has the scheduler, and what a step does 
 code on the same plans, so they draw the same tokens and need no answer. docs/design/tensor-parallel.md describes it.
 """
 
+import atexit
 import json
 import os
 import select
@@ -146,6 +147,9 @@ class Ranks:
         do by a `call`: the function "module:name" of their model and of arguments."""
         return nullcontext()
 
+    def check(self) -> None:
+        """Raise the error if a rank has failed."""
+
     def waiting(self) -> AbstractContextManager[Any]:
         """Context in which this rank waits for a step's end."""
         return nullcontext()
@@ -242,7 +246,6 @@ class Leader(Ranks):
         return f"--tensor-parallel {1 + len(self._processes)}"
 
     def check(self) -> None:
-        """Raise the error if a rank has failed."""
         if self.failure is not None:
             raise self.failure.copy()
 
@@ -303,6 +306,8 @@ class Leader(Ranks):
         if (reduction := getattr(self, "reduction", None)) is not None and self.device.type == "cuda":
             (thread := threading.Thread(target=reduction.abort, daemon=True)).start()
             thread.join(5.0)
+            if thread.is_alive():
+                atexit.register(_leave, thread)
 
     def heard(self, place: int, data: bytes) -> None:
         """A rank has said something, or has ended (b"")."""
@@ -362,6 +367,14 @@ class Leader(Ranks):
         self.close()
         if failure is not None:
             raise failure.copy() from error
+
+
+def _leave(thread: threading.Thread) -> None:
+    """End this process at its exit if the driver has not ended its calls, which would keep it."""
+    if thread.is_alive():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _start(ring: Ring) -> tuple[socket.socket, subprocess.Popen]:

@@ -43,7 +43,6 @@ class Reduction:
         self._rows, self.sums = _ROWS // ranks, 0
         self._peers: Any = None  # `kernels.collectives.peers.Peers`, of sums
         self._of_maxima: Any = None  # and of row maxima
-        self._aborting: tuple[Any, Tensor] | None = None  # what `abort` needs, made before
         self._aborted = False
         store = dist.FileStore(os.path.join(folder, "store"), ranks)
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -72,7 +71,6 @@ class Reduction:
             try:
                 self._peers = connect(self._group, self._rows, hidden, dtype, self._device, _SPINS)
                 self._of_maxima = connect(self._group, self._rows, 1, torch.int64, self._device, _SPINS)
-                self._aborting = torch.cuda.Stream(), torch.ones(1, dtype=torch.int32, pin_memory=True)
             except UnsupportedError as error:
                 warn(f"NCCL adds what the GPUs have computed, which is slower: {error}", RuntimeWarning)
 
@@ -142,12 +140,8 @@ class Reduction:
             return
         self._aborted = True
         with torch.cuda.device(self._device):
-            if self._aborting is not None:  # what is not empty has arrived, as far as the kernel knows
-                stream, one = self._aborting
-                with torch.cuda.stream(stream):  # copies, as to load a kernel would wait for those that run
-                    for peers in filter(None, (self._of_maxima, self._peers)):
-                        peers.mailbox.failed.copy_(one, non_blocking=True)
-                        peers.mailbox.memory.zero_()
+            for peers in filter(None, (self._of_maxima, self._peers)):
+                peers.stop()
             self._group.abort()
             dist.destroy_process_group()
 

@@ -1,5 +1,6 @@
 """`RankRunner`: a `Runner` whose steps run on all ranks."""
 
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,6 +12,8 @@ from minirt.layers.head import Head
 from minirt.step.batch import Batch
 from minirt.step.plan import StepPlan
 
+_SPIN_SECONDS = 0.01  # without a pause
+
 
 class _Watched(NamedTuple):
     """The end of a step, for which the ranks' time limit holds."""
@@ -19,8 +22,12 @@ class _Watched(NamedTuple):
     ranks: Any
 
     def synchronize(self) -> None:
+        """Raises the error of a rank that has failed, also if the GPU never ends the step."""
         with self.ranks.waiting():
-            self.event.synchronize()
+            start = time.monotonic()
+            while not self.event.query():
+                self.ranks.check()
+                time.sleep(0.0 if time.monotonic() - start < _SPIN_SECONDS else 0.0001)
 
 
 class RankRunner(Runner):

@@ -21,6 +21,7 @@ from minirt.layers import base
 from minirt.outputs import Samples
 from minirt.parallel import ranks
 from minirt.parallel.ranks import plain_options
+from minirt.parallel.runner import _Watched
 
 OPTIONS = {"device": "cpu", "max_model_len": 128, "max_num_seqs": 8, "kv_cache_memory": 1 << 20}
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -201,6 +202,22 @@ def test_a_rank_that_ends_or_stops_ends_the_engine(how, words, folder, monkeypat
         generator.generate([3, 4], GREEDY)
     generator.close()
     assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_gpu_that_never_ends_a_step_is_not_waited_for(folder, monkeypatch):
+    """Catches a wait within the driver, which no error of another rank would end."""
+    generator = Generator.from_pretrained(folder, tensor_parallel=2, **OPTIONS)
+    (process,) = followers(generator)
+
+    class Never:
+        def query(self):
+            if process.is_running():
+                process.kill()
+            return False
+
+    with pytest.raises(RankFailedError, match="has ended"):
+        _Watched(Never(), generator._engine.engine.ranks).synchronize()
+    generator.close()
 
 
 OUT_OF_MEMORY = """

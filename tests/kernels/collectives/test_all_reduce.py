@@ -5,7 +5,7 @@ import torch
 from support.raising import raises
 
 from minirt.kernels.collectives import all_reduce as kernel
-from minirt.kernels.collectives.peers import Peers, mailbox_of
+from minirt.kernels.collectives.peers import peers_of
 from minirt.kernels.collectives.reference import sum_of
 
 BITS = {2: torch.int16, 4: torch.int32}
@@ -17,8 +17,7 @@ class Ranks:
     def __init__(self, ranks, rows, hidden, dtype, device, spins=3):
         bits, width = BITS[dtype.itemsize], -(-hidden // 16) * 16
         self.memories = [torch.zeros(2, ranks, rows, width, dtype=bits, device=device) for _ in range(ranks)]
-        boxes = [mailbox_of(rank, self.memories, spins) for rank in range(ranks)]
-        self.peers = [Peers(ranks, dtype, box) for box in boxes]
+        self.peers = [peers_of(rank, self.memories, dtype, spins) for rank in range(ranks)]
         self.empty = torch.iinfo(bits).min
 
     def stored(self, rank, source, call, T, H):
@@ -104,6 +103,17 @@ def test_a_part_that_does_not_arrive_is_noticed(make, device):
     world.stored(1, 2, 0, 2, 48)[1, 47] = world.empty
     kernel.all_reduce(parts[1], peers, residual)
     assert peers.mailbox.failed.item()
+
+
+def test_the_host_ends_a_wait(make, device):
+    """Catches a wait that goes on after `stop`, and a later call that waits again."""
+    world = Ranks(2, 1, 16, torch.float32, device, spins=1 << 30)
+    (part, _), residual = inputs(make, 2, 1, 16, torch.float32)
+    peers = world.peers[0]
+    peers.stop()
+    for _ in range(2):
+        kernel.all_reduce(part, peers, residual)
+        assert peers.mailbox.failed.item()
 
 
 def test_wrong_arguments_are_named(make, device):

@@ -6,7 +6,7 @@ from support.raising import raises
 
 from minirt.kernels.argmax import MAX_INT
 from minirt.kernels.collectives.gather_maxima import CASES, gather_maxima
-from minirt.kernels.collectives.peers import Peers, mailbox_of
+from minirt.kernels.collectives.peers import peers_of
 
 USE = 1 << 31
 WIDTH = 76_032  # ids of a rank
@@ -14,7 +14,7 @@ WIDTH = 76_032  # ids of a rank
 
 def world(ranks, rows, device, spins=3):
     memories = [torch.zeros(2, ranks, rows, 16, dtype=torch.int64, device=device) for _ in range(ranks)]
-    return memories, [Peers(ranks, torch.int64, mailbox_of(rank, memories, spins)) for rank in range(ranks)]
+    return memories, [peers_of(rank, memories, torch.int64, spins) for rank in range(ranks)]
 
 
 def packed(logits):
@@ -68,6 +68,14 @@ def test_a_value_that_does_not_arrive_is_noticed(device):
     assert not peers[0].mailbox.failed.item()
     gather_maxima(maxima, peers[0], 0)  # the values of the first call are still there
     assert peers[0].mailbox.failed.item()
+
+
+def test_the_host_ends_a_wait(device):
+    """Catches a wait that goes on after `stop`."""
+    _, (peers, _) = world(2, 1, device, spins=1 << 30)
+    peers.stop()
+    gather_maxima(torch.ones(1, 5, dtype=torch.int64, device=device), peers, 0)
+    assert peers.mailbox.failed.item()
 
 
 def test_empty_and_wrong_arguments(device):

@@ -13,7 +13,7 @@ import torch.multiprocessing as multiprocessing
 from minirt.kernels.collectives import all_reduce as kernel
 from minirt.kernels.collectives import reference
 from minirt.kernels.collectives.gather_maxima import gather_maxima
-from minirt.kernels.collectives.peers import Peers, connect, mailbox_of
+from minirt.kernels.collectives.peers import connect, peers_of
 
 ROOT = str(Path(__file__).parents[3])
 
@@ -45,7 +45,7 @@ def on_cpu(rank, ranks, folder):
         size = torch.Size(shape).numel()
         files = [f"{folder}/{dtype}-{peer}" for peer in range(ranks)]
         memories = [torch.from_file(file, shared=True, size=size, dtype=bits).view(shape) for file in files]
-        peers = Peers(ranks, dtype, mailbox_of(rank, memories, 1 << 15), dist.group.WORLD)
+        peers = peers_of(rank, memories, dtype, 1 << 15, dist.group.WORLD)
         dist.barrier()
         for T in (1, ROWS, 3, 2, 1, ROWS, ROWS):
             x = torch.randn(T, HIDDEN, generator=generator).to(dtype)
@@ -56,7 +56,7 @@ def on_cpu(rank, ranks, folder):
     files = [f"{folder}/maxima-{peer}" for peer in range(ranks)]
     shape = (2, ranks, ROWS, 16)
     memories = [torch.from_file(file, shared=True, size=32 * ranks * ROWS, dtype=torch.int64).view(shape) for file in files]
-    peers = Peers(ranks, torch.int64, mailbox_of(rank, memories, 1 << 15), dist.group.WORLD)
+    peers = peers_of(rank, memories, torch.int64, 1 << 15, dist.group.WORLD)
     dist.barrier()
     for R in (ROWS, 1, ROWS):  # memory that was never written, as before the first step
         gather_maxima(torch.zeros(R, 37, dtype=torch.int64), peers, 100 * rank)

@@ -30,7 +30,7 @@ from minirt.kernels.attention import rope_write as kv_write
 from minirt.kernels.attention.operands import AttentionInput, KVPages, Rope, Scores, Sequences
 from minirt.kernels.collectives.all_reduce import all_reduce
 from minirt.kernels.collectives.gather_maxima import gather_maxima
-from minirt.kernels.collectives.peers import Peers, mailbox_of
+from minirt.kernels.collectives.peers import peers_of
 from minirt.kernels.gated_delta import dispatch as gated_delta
 from minirt.kernels.gated_delta.operands import GatedDeltaSequences, GatedDeltaState, GatedDeltaWeights
 from minirt.kernels.linear import dispatch as linear
@@ -588,12 +588,12 @@ def all_collectives(calls: Calls) -> None:
     """Sums over two and eight ranks, with and without the residual, and row maxima."""
     for ranks in (2, 8):
         memory = calls.ints(2, ranks, 64, HIDDEN, like=torch.int16 if calls.dtype.itemsize == 2 else torch.int32)
-        peers = Peers(ranks, calls.dtype, mailbox_of(1, [memory] * ranks))
+        peers = peers_of(1, [memory] * ranks, calls.dtype)
         x = calls.empty(64, HIDDEN)
         all_reduce(x, peers, pdl=calls.pdl)
         all_reduce(x, peers, x, pdl=calls.pdl)
         memory = calls.ints(2, ranks, 64, 16, like=torch.int64)
-        peers = Peers(ranks, torch.int64, mailbox_of(1, [memory] * ranks))
+        peers = peers_of(1, [memory] * ranks, torch.int64)
         gather_maxima(calls.ints(64, 1188, like=torch.int64), peers, 76032)
 
 
