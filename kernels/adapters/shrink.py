@@ -22,7 +22,8 @@ from minirt.kernels.prepared import compile_time, prepared
 _FEW = 8  # rows
 _LONG = 8192  # columns of x, from which a value takes eight warps
 _SMALL = 256  # rows up to which a program has 16 columns
-_PROGRAMS = 160  # that a split of K should give
+_PROGRAMS = 160  # that a split of K should give for a tile of them
+_PARTS = 4  # of K, with more rows
 _SHORTEST = 256  # columns of x of a part
 
 
@@ -145,19 +146,17 @@ def _tile(ptrs, start, C):
 
 
 @lru_cache(4096)
-def _plan(T: int, K: int, P: int, R: int, places: int, steps: int, itemsize: int) -> tuple[_Constants, int]:
-    """The constants, and programs of a row (or tile of rows). With many rows, few blocks of columns are expected to be used."""
+def _constants(T: int, K: int, P: int, R: int, places: int, itemsize: int) -> _Constants:
+    """They take few values for all T, because each is a kernel. With many rows, few blocks of columns are expected to be used."""
     if T <= _FEW:
-        block_k = 1024 if K <= _LONG else 2048
-        return _Constants(K, P, R, places, LOW_RANK_BLOCK, 1, 1, block_k, 1, K), steps * LOW_RANK_BLOCK
+        return _Constants(K, P, R, places, LOW_RANK_BLOCK, 1, 1, 1024 if K <= _LONG else 2048, 1, K)
     small = T <= _SMALL
     block_c, block_t = (16, min(64, max(16, next_power_of_2(T)))) if small else (64, 64)
     block_k = (256 if small else 128) // itemsize
-    jobs = steps * (LOW_RANK_BLOCK // block_c)
-    busy = cdiv(T, block_t) * (cdiv(jobs, 2) if small else 1)
-    parts = even_parts(cdiv(K, block_k), max(1, min(_PROGRAMS // busy, cdiv(K, _SHORTEST))))
+    programs = cdiv(most_steps(P * R, places) * LOW_RANK_BLOCK, 2 * block_c)  # of a tile of rows, half of them busy
+    parts = even_parts(cdiv(K, block_k), max(1, min(_PROGRAMS // programs if small else _PARTS, cdiv(K, _SHORTEST))))
     span = cdiv(cdiv(K, block_k), parts) * block_k
-    return _Constants(K, P, R, places, LOW_RANK_BLOCK, block_c, block_t, block_k, parts, span), jobs
+    return _Constants(K, P, R, places, LOW_RANK_BLOCK, block_c, block_t, block_k, parts, span)
 
 
 def low_rank(
@@ -171,7 +170,8 @@ def low_rank(
     (T, K), (places, P, R, _), width = x.shape, weights.a.shape, weights.width
     steps = most_steps(width, places, T)
     y, used = x.new_empty(T, steps * LOW_RANK_BLOCK), rows.steps[width]
-    C, jobs = _plan(T, K, P, R, places, steps, x.element_size())
+    C = _constants(T, K, P, R, places, x.element_size())
+    jobs = steps * LOW_RANK_BLOCK // C.BLOCK_C
     strides = x.stride(0), weights.scales.stride(0), y.stride(0)
     if T <= _FEW:
         norm_weight = None if norm is None else norm.weight
