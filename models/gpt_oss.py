@@ -31,11 +31,15 @@ def config(fields: Fields) -> ModelConfig:
     if not fields.get("dtype") and not fields.get("torch_dtype"):  # official files do not say it
         fields = fields.over({**fields.raw, "dtype": "bfloat16"})
     fields.only("hidden_act", "silu", what="experts have a SwiGLU")
-    return decoder_config(
+    parsed = decoder_config(
         fields, model_type="gpt_oss", classes=("GptOssForCausalLM",), max_positions=131072, kv_heads=8, head_dim=64,
         attention_bias=True, theta=150000.0, eps=1e-5, moe=moe, attention_sinks=True,
         window=Window(128, layers=frozenset(range(0, count, 2))),
     )  # fmt: skip
+    if original := parsed.rope.original_max_position:
+        what = "another length than the rotary embedding's original_max_position_embeddings"
+        fields.only("initial_context_length", original, what=what, hint="correct the wrong one")
+    return parsed
 
 
 def layers(config: ModelConfig) -> "list[Layer]":

@@ -14,7 +14,7 @@ lines = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(lines)
 
 # What one reads to know how a token is made: the rooms of `lines.CORE` together.
-CORE = 11_802  # 16-bit scales; shares of GPUs, row maxima too; batch invariance; windows and nine families; hooks; adapters
+CORE = 11_806  # 16-bit scales; shares of GPUs, row maxima too; batch invariance; windows and nine families; hooks; adapters
 BUDGET = {
     "minirt": 2_114,  # `Generator.profile`, functions by name; adapters per request; ranks, which import files of users
     "minirt/engine": 3_457,  # captures without garbage collection; cache groups by window; adapters: places, steps; ranks
@@ -23,7 +23,7 @@ BUDGET = {
     "minirt/modeling": 1_791,  # 16-bit scales; windows by layer, settings of families; MXFP4; rows and columns of shares
     "minirt/loading": 1_753,  # 16-bit scales; memory of windows; adapters; experts in MXFP4; tensors of sound; parts of tensors
     "minirt/speculative": 296,
-    "models": 832,  # Granite, Phi, Seed-OSS, Hunyuan, OLMo 3, EXAONE 4, Muse-Glimmer, gpt-oss, Gemma 4
+    "models": 836,  # Granite, Phi, Seed-OSS, Hunyuan, OLMo 3, EXAONE 4, Muse-Glimmer, gpt-oss, Gemma 4
     "models/recipe": 816,  # an adapter's training
     "kernels": 14_207,  # 16-bit scales; one order of sums; windows; launchers by thread; adapters; heads of 512; sums of GPUs
     "minirt/hooks": 375,  # hidden states and logits, edits, logits processors
@@ -37,7 +37,7 @@ BUDGET = {
     "minirt/patching": 629,
     "bench": 6_163,  # ranks compare together
     "examples": 249,  # logit lens, linear probe, steering vector, a profile, a bad layer
-    "tests": 42_941,  # 16-bit scales; eight families; addressed messages; adapters; MXFP4, gpt-oss, Gemma 4; ranks
+    "tests": 42_943,  # 16-bit scales; eight families; addressed messages; adapters; MXFP4, gpt-oss, Gemma 4; ranks
     "minirt/adapters": 458,  # LoRA: files, merging, places on the device, rows
     "minirt/parallel": 665,  # several GPUs: processes, messages, sums, maxima; implementations that must sum; memory; their end
 }

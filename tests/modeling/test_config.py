@@ -178,6 +178,8 @@ def test_gpt_oss_without_a_dtype() -> None:
 GPT_OSS = REAL["gpt-oss-20b"]["config"]
 BAD_GPT_OSS: list[tuple[dict[str, Any], str]] = [
     ({"num_experts_per_tok": 33}, "num_experts_per_tok: .*expected an integer from 1 to 32; found 33"),
+    ({"initial_context_length": 8192}, "initial_context_length: another length than .*original.*; expected 4096; found 8192"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 32.0}}, "initial_context_length: another .*expected 131072; found 4096"),
     ({"experts_per_token": 2}, "experts_per_token: another number of experts; expected 4; found 2"),
     ({"num_experts": 16}, "num_experts and num_local_experts contradict each other; found .*16.*32"),
     ({"swiglu_limit": None}, "swiglu_limit: .*expected a number from .*; found null"),
