@@ -309,7 +309,7 @@ class Processor:
         _, end, rest = text.rpartition(spec.reasoning_end)
         if not end or rest.strip():
             return sampling
-        return sampling.with_values(structured_outputs=replace(spec, reasoning_end=None))
+        return sampling.with_values(structured_outputs=replace(spec, reasoning_end=None, may_call=False))
 
     def _bad_words(self, sampling: EffectiveSampling) -> tuple[tuple[int, ...], ...]:
         """The bad words in token ids.

@@ -29,15 +29,15 @@ BUDGET = {
     "minirt/hooks": 375,  # hidden states and logits, edits, logits processors
     "minirt/profiling": 251,  # of `bench`: `Generator.profile`; bytes of windows; ranks refused
     "minirt/precompile": 41,  # `minirt compile`
-    "minirt/server": 2_929,  # `/ready`; `reasoning_strength`; efforts of harmony; adapters: names, loading them
-    "minirt/text": 2_740,  # addressed messages and calls of Muse-Glimmer; harmony, its efforts; channels of Gemma 4
-    "minirt/structured": 1_200,  # grammars after the header of a message
+    "minirt/server": 2_934,  # `/ready`; calls before a grammar; `reasoning_strength`; efforts of harmony; adapters
+    "minirt/text": 2_756,  # addressed messages and calls of Muse-Glimmer; harmony, its efforts; channels of Gemma 4
+    "minirt/structured": 1_231,  # grammars after the header of a message, and calls before it
     "minirt/cli": 2_824,  # `minirt profile`; presets with one release
     "minirt/nn": 367,
     "minirt/patching": 629,
     "bench": 6_163,  # ranks compare together
     "examples": 249,  # logit lens, linear probe, steering vector, a profile, a bad layer
-    "tests": 42_943,  # 16-bit scales; eight families; addressed messages; adapters; MXFP4, gpt-oss, Gemma 4; ranks
+    "tests": 43_070,  # 16-bit scales; eight families; addressed messages; adapters; MXFP4, gpt-oss, Gemma 4; ranks
     "minirt/adapters": 458,  # LoRA: files, merging, places on the device, rows
     "minirt/parallel": 665,  # several GPUs: processes, messages, sums, maxima; implementations that must sum; memory; their end
 }

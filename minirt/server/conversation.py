@@ -1,7 +1,7 @@
 """`Conversation`: what a request of any chat API asks the model; its prompt, its call, and how answers are read."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from minirt.server.errors import bad_field, check_choice, shown
 from minirt.server.exchange import Exchange
 from minirt.server.front import Front
 from minirt.server.protocol import MAX_VARIABLES, Common, check_texts, sampling_params
+from minirt.text.harmony import CALLING
 from minirt.text.messages import checked_messages, object_at, text_at
 from minirt.text.reply import ContentDelta, Event, Parser, ReplyParser, ToolCallStart
 from minirt.text.reply_format import ReplyFormat
@@ -150,7 +151,8 @@ def prepare(
     """Render a conversation, plan its answers, and make its requests. Not for the event loop's thread.
 
     A grammar holds from the first token on, unless reasoning comes first, as where the prompt has opened its block: then it holds
-    after the block. Nothing but the reasoning and forced calls is looked for in such an answer.
+    after the block. Nothing but the reasoning and forced calls is looked for in such an answer, and in the answers of `CALLING`
+    calls before the grammar.
 
     Args:
         request: has the parameters that are the same in all APIs.
@@ -176,9 +178,13 @@ def prepare(
     if grammar is not None:
         stated = grammar.get("reasoning_end") if isinstance(grammar, dict) else None
         reasons = form.reasoning if stated is not None or form.reasons_first(prompt.text, continued) else None
+        may_call = bool(tools and choice in (None, "auto") and form.tool_calls and reasons and reasons[1] in CALLING)
         if reasons and stated is None and isinstance(grammar, dict):  # else it is refused later
-            grammar = grammar | {"reasoning_end": reasons[1]}
-        form, choice = ReplyFormat(reasoning=reasons), choice if forces else "none"
+            grammar = {"may_call": may_call} | grammar | {"reasoning_end": reasons[1]}
+        if may_call and isinstance(grammar, dict) and grammar.get("may_call"):
+            form = replace(form, has_grammar=True)
+        else:
+            form, choice = ReplyFormat(reasoning=reasons), choice if forces else "none"
         params["structured_outputs"] = grammar
     parse = partial(form.parser, prompt.text, tools, choice, continued)
     parser = parse()

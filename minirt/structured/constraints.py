@@ -41,7 +41,7 @@ class Constraint:
         self._tokenizer, self.matcher, self.ends, self._min_tokens = tokenizer, matcher, ends, min_tokens
         # Whether all masks of llguidance need a change.
         self._unlike = grammar.tokens_named or ends != grammar.end_ids or bool(tokenizer.text_ends)
-        self._reasoning_end, self._tail = grammar.reasoning_end, b""
+        self._reasoning_end, self._messages, self._tail = grammar.reasoning_end, grammar.messages, b""
         if self._reasoning_end is not None:
             self._before = tokenizer.known & ~self.end_bits & self._reasoning_end.within
         self._count = 0  # of accepted tokens
@@ -58,7 +58,9 @@ class Constraint:
             if self._reasoning_end is None:
                 self.matcher.consume_token(token)  # if it fails, the next mask does, too
             else:
-                text = self._tail + self._tokenizer.text(token)
+                new = self._tokenizer.text(token)
+                self._messages = None if self._messages is None else self._messages.after(new)
+                text = self._tail + new
                 self._tail = self._reasoning_end.tail(text)
                 if self._reasoning_end.ends(text):
                     self._reasoning_end = None
@@ -79,8 +81,11 @@ class Constraint:
         return self._reasoning_end is not None
 
     def reason(self, mask: Tensor) -> None:
-        """Write the mask of a token before the grammar begins: all tokens but ends, and those that go beyond the block's end."""
+        """Write the mask of a token before the grammar begins: all tokens but those that go beyond the block's end, and ends,
+        unless there was a call."""
         mask.copy_(self._before)
+        if self._messages is not None and self._messages.called and self._count >= self._min_tokens:
+            mask |= self.end_bits
         if self._reasoning_end is not None:
             self._reasoning_end.restrict(mask, self._tail)
 

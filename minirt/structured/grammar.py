@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from minirt.errors import InputError, MinirtError, UnsupportedError, shortened
+from minirt.errors import InputError, MinirtError, UnsupportedError, quoted, shortened
 from minirt.structured import limits, matchers
 from minirt.structured.enforceable import enforceable
 from minirt.structured.params import StructuredOutputsParams
-from minirt.structured.reasoning_end import ReasoningEnd, bits
+from minirt.structured.reasoning_end import Messages, ReasoningEnd, bits
 from minirt.structured.schema import check_schema, parse_schema, subschemas
+from minirt.text.harmony import CALLING
 from minirt.text.limited_processes import LimitedProcesses, Stopped
 from minirt.text.tokenizer import Tokenizer
 from minirt.text.tokenizers_library import call_rust
@@ -51,6 +52,7 @@ class Grammar:
         tokens_named: whether the grammar may name token ids, so that masks may have ids that the tokenizer lacks.
         end_ids: the tokens that masks allow where the text may end.
         reasoning_end: the end of the reasoning block, after which the grammar begins.
+        messages: those before it, if one of them may be a call, with which the text may end.
     """
 
     def __init__(self, spec: StructuredOutputsParams, tokenizer: "GrammarTokenizer") -> None:
@@ -62,6 +64,10 @@ class Grammar:
         """
         self.tokens_named, self.end_ids = spec.kind == "grammar", frozenset(tokenizer.end_ids)
         self.reasoning_end = None if spec.reasoning_end is None else tokenizer.reasoning_end(spec.reasoning_end)
+        if spec.may_call and spec.reasoning_end not in CALLING:
+            what, expected = "the form of calls is not known", f"reasoning_end: {' or '.join(CALLING)}"
+            raise InputError(what, where="structured_outputs.may_call", expected=expected, found=quoted(spec.reasoning_end))
+        self.messages = Messages(str(spec.reasoning_end)) if spec.may_call else None
         self._where = f"structured_outputs.{spec.kind}"
         self._tokenizer = tokenizer
         self._source = _call(lambda: _checked_source(spec, self._where), "cannot be compiled", self._where)

@@ -98,6 +98,9 @@ class StructuredOutputsParams(Settings):
         check=partial(_check_text, limit=MAX_MARKER),
         details="Until then, tokens are free, but the text does not end. If the prompt ends with it and white space, the grammar "
         "begins at once.")
+    may_call: bool = setting(
+        "A tool call of gpt-oss or Muse-Glimmer may come before `reasoning_end`, and end the text.", False,
+        check=_switch, option="")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -126,7 +129,7 @@ class StructuredOutputsParams(Settings):
 
     def stated(self) -> dict[str, Any]:
         """The fields that are set, from which `of` makes an equal one."""
-        names = (self.kind, "disable_any_whitespace", "reasoning_end")
+        names = (self.kind, "disable_any_whitespace", "reasoning_end", "may_call")
         return {name: getattr(self, name) for name in names if getattr(self, name) not in (None, False)}
 
     def __str__(self) -> str:

@@ -1,13 +1,19 @@
-"""`ReasoningEnd`: the text that ends a reasoning block, after which the grammar begins."""
+"""`ReasoningEnd`: the text that ends a reasoning block, after which the grammar begins; `Messages`: those before it."""
 
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-_MESSAGE = b"<|message|>"
+from minirt.text.addressed import MESSAGE, START
+from minirt.text.harmony import CALLING
+
+_MESSAGE = MESSAGE.encode()
+_LONGEST = 1000  # bytes of a header
+_MARKS = {end: re.compile("|".join(map(re.escape, (MESSAGE, START, *form.ends))).encode()) for end, form in CALLING.items()}
 
 
 def bits(tokens: Iterable[int], words: int) -> Tensor:
@@ -63,3 +69,30 @@ class ReasoningEnd:
             for count, others in self._after.items():
                 if tail.endswith(self._last[:count]):
                     mask &= others
+
+
+class Messages(NamedTuple):
+    """The messages of an answer, as far as it has come, before its grammar begins.
+
+    Attributes:
+        reasoning_end: a key of `CALLING`.
+        called: whether one of them is addressed to a function.
+        in_body: whether a message's text is read, in which no header begins.
+        rest: the header that is read, or the end of that text, which may begin a marker.
+    """
+
+    reasoning_end: str
+    called: bool = False
+    in_body: bool = False
+    rest: bytes = b""
+
+    def after(self, text: bytes) -> "Messages":
+        """What they are after more text."""
+        text, called, in_body, end = self.rest + text, self.called, self.in_body, 0
+        for mark in _MARKS[self.reasoning_end].finditer(text):
+            header, end, opens = text[end : mark.start()].decode(errors="replace"), mark.end(), mark[0] == _MESSAGE
+            called = called or (opens and not in_body and CALLING[self.reasoning_end].is_call(header))
+            in_body = opens
+        rest = text[end:]
+        in_body = in_body or len(rest) > _LONGEST
+        return Messages(self.reasoning_end, called, in_body, rest[-len(_MESSAGE) :] if in_body else rest)

@@ -56,7 +56,7 @@ class AddressedParser(StatefulParser):
     Args:
         begun: the text of the answer that the prompt has: see `opened`.
         calls: makes a parser of calls; None: calls are not looked for.
-        aside: messages to others are reasoning, because the content has a grammar. Excludes `calls`.
+        aside: messages to others are reasoning, as far as they are no calls, because the content has a grammar.
     """
 
     ends: Sequence[str] = _ENDS  # of messages
@@ -71,6 +71,18 @@ class AddressedParser(StatefulParser):
         self._started = 0  # calls in earlier messages
         self._shown, self._earlier = set[type](), set[type]()  # kinds of text so far; those with text in earlier messages only
         self.feed(begun)
+
+    @staticmethod
+    def calls(name: str) -> bool:
+        """Whether calls are looked for in messages that are addressed to `name`."""
+        return name not in ("self", "user")
+
+    @classmethod
+    def is_call(cls, header: str) -> bool:
+        """Whether a header, without `MESSAGE`, is that of a message to a function."""
+        parser = cls()
+        parser.feed(header + MESSAGE)
+        return parser._lead != "" and cls.calls(parser._lead[len(TO) : -len(MESSAGE)])
 
     def _between(self) -> list[Event] | None:
         """In a header, before its address."""
@@ -114,7 +126,7 @@ class AddressedParser(StatefulParser):
         self._kind = ReasoningDelta if name == "self" else ContentDelta if name in ("user", "") else self._others
         self._trimmer = Trimmer() if name == "self" else None
         self._lead = f"{TO}{name}{MESSAGE}" if name not in ("self", "user", "") else ""
-        self._calls = self._make() if self._make is not None and name not in ("self", "user") else None
+        self._calls = self._make() if self._make is not None and self.calls(name) else None
         self._count, self._state = 0, self._body
         return []
 
@@ -129,17 +141,21 @@ class AddressedParser(StatefulParser):
     def _write(self, text: str) -> list[Event]:
         """More text of the message."""
         if self._calls is not None:
-            return self._shown_as(self._calls.feed(text))
+            return self._shown_as(self._called(self._calls.feed(text)))
         text = self._trimmer.feed(text) if self._trimmer is not None else text
         return self._shown_as([self._kind(text)] if text else [])
 
     def _close(self) -> list[Event]:
         """The message ends."""
-        events = self._shown_as(self._calls.finish() if self._calls is not None else [])
+        events = self._shown_as(self._called(self._calls.finish()) if self._calls is not None else [])
         if self._lead:
             events += self._shown_as([self._kind("")])
         self._started, self._earlier, self._state = self._started + self._count, set(self._shown), self._between
         return events
+
+    def _called(self, events: list[Event]) -> list[Event]:
+        """Events of the parser of calls: what is no call is text of the message."""
+        return [self._kind(event.text) if isinstance(event, ContentDelta) else event for event in events]
 
     def _shown_as(self, events: list[Event]) -> list[Event]:
         """Events of the message, as those of the whole answer: calls are numbered on, and text has its address or a break."""

@@ -9,7 +9,7 @@ The prompt ends with `<|start|>assistant`, so an answer begins within the header
 
 from collections.abc import Callable
 
-from minirt.text.addressed import MESSAGE, NAME, ROLE, START, TO, AddressedParser, opened
+from minirt.text.addressed import ADDRESSED, MESSAGE, NAME, ROLE, START, TO, AddressedParser, opened
 from minirt.text.reply import ContentDelta, Event, Parser, ReasoningDelta, Trimmer
 
 _CHANNEL, _CONSTRAIN, _FUNCTIONS = "<|channel|>", "<|constrain|>", "functions."
@@ -42,7 +42,7 @@ class HarmonyParser(AddressedParser):
     Args:
         begun: as of `AddressedParser`.
         calls: makes the parser of a call's arguments from the function's name; None: calls are not looked for.
-        aside: what is neither reasoning nor "final" is reasoning, because the content has a grammar. Excludes `calls`.
+        aside: what is neither reasoning, a call nor "final" is reasoning, because the content has a grammar.
     """
 
     ends = _ENDS
@@ -51,6 +51,11 @@ class HarmonyParser(AddressedParser):
     def __init__(self, begun: str = "", calls: Callable[[str], Parser] | None = None, aside: bool = False) -> None:
         self._of_function, self._part, self._has = calls, "", dict[str, str]()  # the address and the channel, by their markers
         super().__init__(begun, aside=aside)
+
+    @staticmethod
+    def calls(name: str) -> bool:
+        """See `AddressedParser.calls`."""
+        return name.startswith(_FUNCTIONS) and name != _FUNCTIONS
 
     def _between(self) -> list[Event] | None:
         """In a header, before one of its words."""
@@ -78,13 +83,17 @@ class HarmonyParser(AddressedParser):
         return []
 
     def _open(self, name: str) -> list[Event]:
-        channel, function = self._has.get(_CHANNEL, ""), name.removeprefix(_FUNCTIONS)
+        channel = self._has.get(_CHANNEL, "")
         self._has.clear()
         super()._open(name)
-        self._kind = self._others if channel not in ("", _FINAL) else ContentDelta
+        self._kind = ContentDelta if channel == _FINAL or not (channel or name) else self._others
         self._trimmer = None
         if channel == _REASONING:
             self._kind, self._trimmer = ReasoningDelta, Trimmer()
-        if self._of_function is not None and name.startswith(_FUNCTIONS) and function:
-            self._calls = self._of_function(function)
+        if self._of_function is not None and self.calls(name):
+            self._calls = self._of_function(name.removeprefix(_FUNCTIONS))
         return []
+
+
+# What ends the reasoning → the form in which a call may come before that.
+CALLING: dict[str, type[AddressedParser]] = {ADDRESSED[1]: AddressedParser, HARMONY[1]: HarmonyParser}

@@ -31,12 +31,14 @@ class ReplyFormat:
             `ADDRESSED`: answers are messages, each addressed to somebody; `HARMONY`: each has a channel.
         response_template: the tokenizer's declaration, which takes precedence over both, unless a `tool_choice` forces calls.
         notes: why something was not chosen, for a log.
+        has_grammar: whether the content has one. Messages that are neither calls nor the answer are reasoning then.
     """
 
     tool_calls: str | None = None
     reasoning: tuple[str, str] | None = None
     response_template: ResponseTemplate | None = None
     notes: tuple[str, ...] = ()
+    has_grammar: bool = False
 
     @classmethod
     def choose(cls, chat_template: str | None, response_template: Any = None, name: str = AUTO) -> "ReplyFormat":
@@ -104,7 +106,8 @@ class ReplyFormat:
         if self.response_template is not None and choice in ("none", "auto"):
             return ResponseTemplateParser(self.response_template, prompt, tools, calls=choice == "auto" and bool(tools))
         if self.reasoning in (ADDRESSED, HARMONY) and choice in ("none", "auto"):
-            return ReplyParser(self._messages(prompt, tools if choice == "auto" else (), aside=self.tool_calls is None))
+            aside = self.has_grammar or self.tool_calls is None
+            return ReplyParser(self._messages(prompt, tools if choice == "auto" else (), aside))
         calls: Parser | None = None
         ends: Sequence[str] = ()
         if choice == "required":

@@ -318,6 +318,16 @@ async def test_structured_output(model):
     assert (await model.refused(output_config={"format": {"type": "xml"}})).startswith("output_config.format")
 
 
+@on_model("harmony")
+async def test_tools_and_a_schema(model):
+    """Catches a schema that makes a call reasoning."""
+    form = {"output_config": {"format": {"type": "json_schema", "schema": CITY}}, "tools": TOOLS}
+    text = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}<|call|>"
+    for found in (await model.create(text, **form), await model.streamed(text, **form)):
+        assert (blocks(found), found.stop_reason) == ([("now", {})], "tool_use")
+        assert model.last.sampling.structured_outputs.may_call
+
+
 def test_what_is_ignored_is_in_the_log_once(folders, capfd):
     """What coding agents send: each is named, and disturbs nothing."""
     tools = [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}, NOW | {"eager_input_streaming": True}]

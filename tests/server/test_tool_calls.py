@@ -395,9 +395,9 @@ async def test_harmony(chats):
     assert reply == ("", "Hm, é\n\nI look.", [("now", "{}")], "tool_calls")
 
 
-async def asked_by_chat(chats, history, text, streams):
+async def asked_by_chat(chats, history, text, streams, **fields):
     """The messages to send back, calls as (id, name, arguments), and the content."""
-    reply = await chats.complete(text, messages=history, tools=TOOLS, streams=streams)
+    reply = await chats.complete(text, messages=history, tools=TOOLS, streams=streams, **fields)
     content, reasoning, calls, _ = joined(reply) if streams else whole(reply.choices[0])
     calls = [(f"call_{len(history)}", *call) for call in calls]
     said = {"role": "assistant", "content": content or None, "reasoning_content": reasoning}
@@ -405,13 +405,13 @@ async def asked_by_chat(chats, history, text, streams):
     return [said | ({"tool_calls": functions} if calls else {})], calls, content
 
 
-async def asked_by_responses(chats, history, text, streams):
+async def asked_by_responses(chats, history, said, streams, together=1, **fields):
     async def read():
         tools = [{"type": "function"} | tool["function"] for tool in TOOLS]
-        reply = await chats.client.responses.create(model="fake", input=history, tools=tools, stream=streams)
+        reply = await chats.client.responses.create(model="fake", input=history, tools=tools, stream=streams, **fields)
         return [event async for event in reply][-1].response if streams else reply
 
-    response = await chats.answered(read(), text)
+    response = await chats.answered(read(), said, together=together)
     calls = [(item.call_id, item.name, item.arguments) for item in response.output if item.type == "function_call"]
     return [item.to_dict() for item in response.output], calls, response.output_text
 
@@ -442,6 +442,58 @@ def test_a_tool_loop_of_harmony(folders, api, streams):
         assert (calls, content, chats.prompt) == ([], "It rains.", prompt)
 
     run(folders["harmony"], scenario)
+
+
+FORM = {"type": "json_schema", "name": "a", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+FORMS = {"chat": {"response_format": {"type": "json_schema", "json_schema": FORM}}, "responses": {"text": {"format": FORM}}}
+BEFORE_A_GRAMMAR = {
+    "harmony": ("<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+                f"<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{ZURICH[1]}",
+                "<|call|>", "<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>"),
+    "muse_glimmer": (f" to=self<|message|>Hm<|eom|><|start|>assistant to=weather<|message|>{ATEM}", "<|eom|>",
+                     "<|eom|><|start|>assistant to=user<|message|>"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("api", FORMS)
+@pytest.mark.parametrize("name", BEFORE_A_GRAMMAR)
+def test_tools_and_a_schema(folders, name, api):
+    """A call may come instead of the JSON text, or before it, unless `tool_choice` says otherwise.
+
+    Catches agents with an output schema that never get a call, and a call where none or another form is asked for.
+    """
+    call, end, answer = BEFORE_A_GRAMMAR[name]
+
+    async def scenario(chats):
+        asked = {"chat": asked_by_chat, "responses": asked_by_responses}[api]
+        for streams, together in ((False, 1), (True, 1), (True, 2), (True, 7), (True, 500)):
+            for text, expected in ((call + end, ""), (f'{call}{answer}{{"a": 1}}', '{"a": 1}')):
+                _, calls, content = await asked(chats, USER, text, streams, together=together, **FORMS[api])
+                assert ([one[1:] for one in calls], content) == ([ZURICH], expected)
+                spec = chats.last.sampling.structured_outputs
+                assert (json.loads(spec.json), spec.may_call) == (FORM["schema"], True)
+        _, calls, content = await asked(chats, USER, f'{call}{answer}{{"a": 1}}', True, tool_choice="none", **FORMS[api])
+        assert (calls, content, chats.last.sampling.structured_outputs.may_call) == ([], '{"a": 1}', False)
+        text = f'{call}{answer}[{{"name": "now", "arguments": {{}}}}]'
+        _, calls, content = await asked(chats, USER, text, True, tool_choice="required", **FORMS[api])
+        spec = chats.last.sampling.structured_outputs
+        assert ([one[1:] for one in calls], content, spec.may_call) == ([("now", "{}")], "", False)
+        assert json.loads(spec.json)["type"] == "array"
+
+    run(folders[name], scenario)
+
+
+@on_model("harmony")
+async def test_a_stated_end_of_reasoning(chats):
+    """Catches a request that says itself when its grammar begins, and gets calls, or cannot have them."""
+    call, _, answer = BEFORE_A_GRAMMAR["harmony"]
+    own = {"json": FORM["schema"], "reasoning_end": "<|channel|>final<|message|>"}
+    for further, calls in (({}, []), ({"may_call": True}, [ZURICH]), ({"may_call": False}, [])):
+        reply = await chats.complete(f'{call}{answer}{{"a": 1}}', tools=TOOLS, extra_body={"structured_outputs": own | further})
+        assert whole(reply.choices[0])[::2] == ('{"a": 1}', calls)
+    body = {"structured_outputs": {"json": FORM["schema"], "may_call": False}}
+    reply = await chats.complete(f'{call}{answer}{{"a": 1}}', tools=TOOLS, extra_body=body)
+    assert whole(reply.choices[0])[::2] == ('{"a": 1}', [])
 
 
 EFFORT = "expected low or medium or high"

@@ -18,11 +18,14 @@ from support.structured import EOS, TOKENIZER, VOCAB, allowed, compiled, constra
 from tokenizers import decoders, models, normalizers
 from tokenizers.pre_tokenizers import ByteLevel, Metaspace, Sequence
 
+from minirt.engine.token_constraints import ConstrainedRows
 from minirt.errors import InputError, UnsupportedError
 from minirt.structured import constraints as module
 from minirt.structured import grammar, matchers
 from minirt.structured.constraints import Constraints
 from minirt.structured.params import StructuredOutputsParams
+from minirt.text.addressed import ADDRESSED
+from minirt.text.harmony import HARMONY
 
 OWN = constraints()
 
@@ -290,6 +293,56 @@ def test_the_grammar_begins_after_the_reasoning_block(marker, before, final):
     assert {TOKENIZER.decode([t]) for t in choice.nonzero().flatten().tolist()} <= {str(i) for i in range(10**5)}
     assert not choice[[EOS, 8]].any()
     assert after(constraint, "42")[[EOS, 8]].all()
+
+
+HEADERS = {
+    HARMONY[1]: ("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant to=functions.f<|channel|>commentary json"),
+    ADDRESSED[1]: (" to=self<|message|>", "<|eom|>", "<|start|>assistant to=f"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("end", HEADERS)
+@pytest.mark.parametrize("most", [1, 2, 5, 99])
+def test_a_call_may_end_the_text_before_the_grammar(end, most):
+    """In any number of tokens at once, and as drafts. Catches an end of the reasoning without a call, a call that cannot end, one
+    before `min_tokens`, a grammar that does not hold after a call, and drafts that change the state."""
+    think, close, header = HEADERS[end]
+
+    def ends(constraint, text="", expected=False):
+        left = ids(text)
+        while left:
+            constraint.accept(left[:most])
+            left = left[most:]
+            assert left == [] or not allowed(OWN, constraint)[[EOS, 8]].any()
+        choice = allowed(OWN, constraint)
+        assert choice[[EOS, 8]].tolist() == [expected] * 2, text
+        return choice
+
+    of_spec = compiled(OWN, regex="[0-9]", reasoning_end=end, may_call=True)
+    constraint = of_spec.start((EOS, 8), 0)
+    for text in (think, f"Hm to=functions.f {close}{header}", "<|messag"):
+        ends(constraint, text)
+    drafts = [*ids("e|>{}"), EOS]
+    masks = torch.zeros(len(drafts), -(-VOCAB // 32), dtype=torch.int32)
+    assert not OWN.fill(masks, [ConstrainedRows(constraint, len(drafts), drafts)])
+    assert (masks[:, 0] & 1).tolist() == [0] + [0] * (len(ids("e|>")) - 1) + [1] * (len(drafts) - len(ids("e|>")))
+    ends(constraint)
+    constraint.accept(ids("e|>{}"))
+    assert ends(constraint, expected=True).sum() > VOCAB / 2, "and anything may follow"
+    for token in ids(f"{close}<|start|>assistant {end}"):
+        constraint.accept([token])
+    assert "".join(sorted({TOKENIZER.decode([t])[0] for t in ends(constraint).nonzero().flatten().tolist()})) == "0123456789"
+    ends(constraint, "4", expected=True)
+    late, without = of_spec.start((EOS, 8), 400), compiled(OWN, regex="[0-9]", reasoning_end=end).start((EOS, 8), 0)
+    for other in (late, without):
+        ends(other, f"{think}{close}{header}<|message|>{{}}")
+
+
+@pytest.mark.parametrize("marker", ["</think>", None])
+def test_a_call_in_an_unknown_form_is_refused(marker):
+    """Catches a request whose calls cannot be told from its reasoning, so that it may end anywhere."""
+    with pytest.raises(InputError, match=r"^structured_outputs\.may_call: the form of calls is not known; expected .*; found"):
+        compiled(OWN, regex="a", reasoning_end=marker, may_call=True)
 
 
 def test_the_end_of_a_reasoning_block_costs_little(monkeypatch):

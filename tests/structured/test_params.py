@@ -22,7 +22,7 @@ VALUES = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_spec_is_a_plain_value(kind):
-    spec = StructuredOutputsParams(**{kind: VALUES[kind]}, reasoning_end="</think>")
+    spec = StructuredOutputsParams(**{kind: VALUES[kind]}, reasoning_end="</think>", may_call=True)
     copy = pickle.loads(pickle.dumps(spec))
     assert copy == spec
     assert hash(copy) == hash(spec)

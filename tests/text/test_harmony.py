@@ -8,16 +8,17 @@ messages, and a grammar that does not wait for the channel "final".
 import itertools
 import json
 import random
+from dataclasses import replace
 
 import pytest
 from support.chats import HARMONY as TEMPLATE
 from text.test_tool_calls import TOOLS, cuts
 
-from minirt.structured.reasoning_end import ReasoningEnd
-from minirt.text.harmony import HARMONY
+from minirt.structured.reasoning_end import Messages, ReasoningEnd
+from minirt.text.harmony import HARMONY, HarmonyParser
 from minirt.text.reply import ArgumentsDelta, ContentDelta, ReasoningDelta, collect
 from minirt.text.reply_format import ReplyFormat
-from minirt.text.tool_calls import FORMATS, detect_format
+from minirt.text.tool_calls import FORMATS, NamedCallParser, detect_format
 
 FORM = ReplyFormat.choose(TEMPLATE)
 PROMPT = "<|start|>user<|message|><|channel|>final<|message|>?<|end|><|start|>assistant"
@@ -156,6 +157,54 @@ def test_only_the_final_channel_is_content_beside_a_grammar():
     form = ReplyFormat(reasoning=HARMONY)
     text = f"{THINK}Hm.{NEXT}{ASIDE}I look.{NEXT}{NOW}{{}}{NEXT}{FINAL}{CITY}"
     assert run(form.parser(PROMPT, (), "none"), [text]) == ("Hm.\n\nI look.\n\nto=functions.now<|message|>{}", CITY, [])
+
+
+@pytest.mark.parametrize(("text", "reply"), [
+    (f"{THINK}Hm.{NEXT}{ASIDE}I look.{NEXT}{NOW}{{}}<|call|>", ("Hm.\n\nI look.", "", [("now", "{}")])),
+    (f"{NOW}{{}}{NEXT}{OTHER_NOW}{CITY}{NEXT}{FINAL}{CITY}", ("", CITY, [("now", "{}"), ("now", CITY)])),
+    (f"{NOW}oops{NEXT} to=functions.now<|message|>no{NEXT}<|channel|>final json<|message|>{CITY}",
+     ("to=functions.now<|message|>oops\n\nto=functions.now<|message|>no", CITY, [])),
+    (f"{NOW}{{}} so{NEXT}{FINAL}{CITY}", (" so", CITY, [("now", "{}")])),
+])  # fmt: skip
+def test_calls_before_a_grammar(text, reply):
+    """Catches calls that a schema of the final channel hides, and content that is not the JSON text: preambles and no calls."""
+    form = replace(FORM, has_grammar=True)
+    for pieces in cuts(text):
+        assert run(form.parser(PROMPT, TOOLS), pieces) == reply, pieces
+
+
+def called(pieces, end=HARMONY[1]):
+    messages = Messages(end)
+    for piece in pieces:
+        messages = messages.after(piece)
+    return messages.called
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    (f"{THINK}Hm.{NEXT}{NOW}", True), (f"{THINK}Hm.{NEXT}{OTHER_NOW}", True), (f"<|start|>assistant{NOW}{{", True),
+    (f"{OTHER_NOW}{{}}{NEXT}{THINK}Hm", True), (f"{THINK}é{'é' * 999}{NEXT}{OTHER_NOW}", True),
+    (NOW[:-1], False), (f"{THINK}{NOW}", False), (f"{THINK}Hm.{NEXT}{ASIDE}to=functions.now", False),
+    ("<|channel|>analysis to=python code<|message|>1", False), (" to=functions.<|message|>1", False),
+    (f"assistants{OTHER_NOW}", False), (f"{'x' * 1200}{NOW}", False), (f" to=functions.{'f' * 300}<|message|>", False),
+])  # fmt: skip
+def test_whether_there_was_a_call(text, expected):
+    """Catches an end before the grammar without a call, as after a header that a message quotes, and a call that is not seen."""
+    data = text.encode()
+    for size in range(1, 30):
+        assert called(data[i : i + size] for i in range(0, len(data), size)) == expected, size
+    assert called([data]) == expected
+
+
+def test_a_call_is_one_for_the_parser():
+    """Random pieces of the format: what ends the text without an answer is what the parser takes for a message to a function."""
+    rng, made = random.Random(0), []
+    parts = [THINK, FINAL, ASIDE, NOW, OTHER_NOW, "<|end|>", "<|call|>", "<|end|><|start|>", "assistant", " to=", "functions.f", "<|message|>", "<|channel|>", "<|constrain|>", "{}", "\n", " ", "a"]
+    for _ in range(2000):
+        text = "".join(rng.choices(parts, k=rng.randint(1, 8)))
+        made.clear()
+        run(HarmonyParser("", lambda name: made.append(name) or NamedCallParser(name)), [text])
+        cut = rng.randint(0, len(text))
+        assert called([text[:cut].encode(), text[cut:].encode()]) == bool(made), text
 
 
 @pytest.mark.parametrize(("text", "ends"), [
