@@ -16,6 +16,7 @@ from support.structured import EOS, TEXTS
 
 from minirt import AsyncGenerator, Generator, SamplingParams, StructuredOutputsParams
 from minirt.errors import InputError, TokenizerError, UnsupportedError
+from minirt.text.addressed import ADDRESSED
 
 SCHEMA = {
     "type": "object",
@@ -130,9 +131,14 @@ def test_errors_come_before_any_request_runs(generator):
         generator.check([1], bad)
 
 
-@pytest.mark.parametrize(("marker", "space"), [(".", ""), ("</think>", "\n\n"), ("<|endoftext|>", " "), ("é!", "")])
+ENDED = [(".", ""), ("</think>", "\n\n"), ("<|endoftext|>", " "), ("é!", ""), (ADDRESSED[1], "")]
+
+
+@pytest.mark.parametrize(("marker", "space"), ENDED)
 def test_a_prompt_that_has_ended_its_reasoning(generator, marker, space):
-    own = params(12, structured_outputs={"choice": ["yes", "no"], "reasoning_end": marker})
+    """Also if calls might have come before."""
+    calls = marker == ADDRESSED[1]
+    own = params(12, structured_outputs={"choice": ["yes", "no"], "reasoning_end": marker, "may_call": calls})
     end = STORY + marker + space
     for prompt in (end, generator.encode(end)):
         completion = generator.generate(prompt, own)

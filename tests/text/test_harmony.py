@@ -193,6 +193,10 @@ def test_whether_there_was_a_call(text, expected):
     for size in range(1, 30):
         assert called(data[i : i + size] for i in range(0, len(data), size)) == expected, size
     assert called([data]) == expected
+    messages = Messages(HARMONY[1])
+    for _ in range(9):
+        messages = messages.after(data + b"a" * 500)
+        assert len(messages.rest) <= 1000, "it does not grow with the text"
 
 
 def test_a_call_is_one_for_the_parser():
