@@ -259,8 +259,9 @@ def linear_int4(calls: Calls) -> None:
             else:
                 residual = empty(T, N)
                 linear.linear_residual(x, words, residual, empty(N), scale=scale, workspace=workspace, pdl=pdl)
+    of_scales = torch.bfloat16 if calls.dtype.itemsize == 4 else calls.dtype
     for T, group in ((1, 32), (8, 32), (24, 64), (100, 32), (100, 64), (300, 32)):  # symmetric, with scales of 16 bits
-        words, scale = ints(4608, HIDDEN // 4, like=torch.int16), empty(HIDDEN // group, 4608)
+        words, scale = ints(4608, HIDDEN // 4, like=torch.int16), empty(HIDDEN // group, 4608, like=of_scales)
         linear.norm_gate_up(empty(T, HIDDEN), empty(HIDDEN), 1e-6, words, "silu", scale=scale, pdl=pdl)
         linear.linear_residual(empty(T, HIDDEN), words, empty(T, 4608), scale=scale, workspace=workspace, pdl=pdl)
     words, scale = ints(131, 160, like=torch.int16), ints(5, 131)
@@ -441,7 +442,8 @@ def experts_int4(calls: Calls) -> None:
             scales = {name: calls.ints(shape[0], many, shape[1]).movedim(1, 0) for name, shape in shapes.items()}
             h, logits = empty(T, hidden), empty(T, many)
             if group == 32 and T in (1, 9):
-                symmetric = {name: empty(shape[0], many, shape[1]).movedim(1, 0) for name, shape in shapes.items()}
+                like = torch.bfloat16 if calls.dtype.itemsize == 4 else calls.dtype
+                symmetric = {name: empty(n, many, rows, like=like).movedim(1, 0) for name, (n, rows) in shapes.items()}
                 moe.mixture_residual(h, logits, up, down, h, 8, True, "silu", pdl=calls.pdl, **symmetric)
             if T == 1:
                 scales |= {"norm_weight": empty(hidden), "shared": SharedOutput(h, empty(T, 1))}

@@ -148,7 +148,8 @@ def test_compiles_as_meant(cc, dtype, families):
             assert r["tma"] == (name not in ("_gemv_int4_sm90_kernel", "_gemm_int4_small_sm90_kernel")), r
             most = {"_prefill_sm90_kernel": 256, "_decode_sm90_kernel": 32, "_decode_fp8_sm90_kernel": 32}
             most["_gemm_sm90_kernel"] = 8 if r["options"].get("SCALE_ROWS") else 0  # of the fetching warp, before its loop
-            most["_gemm_int4_small_sm90_kernel"] = 64
+            # Gated products with groups of 32: what four scale words a row take, and more where the norm is fused.
+            most["_gemm_int4_small_sm90_kernel"] = 1024 if r["options"].get("GROUP") == 1 else 64
             most["_gemm_int4_sm90_kernel"] = 384  # addresses of outputs, which the residual has too, kept over the loop
             if r["options"].get("D") == 512:  # addresses of the pieces' operands, kept over the loops
                 most["_prefill_sm90_kernel"] = 448
