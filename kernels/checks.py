@@ -284,7 +284,7 @@ def _check_weight(
         gated: the rows are gate and up.
     """
     experts, device = rows[:-1], x.device
-    if scale is not None and scale.dtype in WORDS:
+    if scale is not None and scale.dtype in WORDS and weight.dtype != torch.float8_e4m3fn:
         check_tensor(name, weight, (*rows, -(-K // INT4_CHUNK) * (INT4_CHUNK // 4)), torch.int16, device)
         check_tensor(scale_name, scale, (*experts, None, weight.shape[-2]), scale.dtype, device, strided=bool(experts))
         sizes = (INT4_CHUNK,) if scale.dtype == torch.uint32 else INT4_GROUPS
