@@ -9,12 +9,10 @@ from minirt.kernels.adapters.shrink import low_rank
 from minirt.kernels.checks import check_arguments
 from minirt.kernels.launch import Workspace, cdiv, launch_options
 from minirt.kernels.linear.epilogue import activate, low_rank_step
-from minirt.kernels.linear.product import LOW_RANK_BLOCK, LowRank
+from minirt.kernels.linear.product import LOW_RANK_BLOCK
 from minirt.kernels.norm import rms_norm
 from minirt.kernels.pdl import wait_for_input
 from minirt.kernels.prepared import prepared
-
-CASES = [{"T": 1, "N": 96, "K": 576}, {"T": 7, "N": 131, "K": 97}, {"T": 37, "N": 40, "K": 1100}]
 
 
 @prepared
@@ -60,14 +58,9 @@ def add_adapters(
     if T:
         h = x if norm_weight is None else rms_norm(x, norm_weight, eps, pdl=pdl, check=False)
         added = low_rank(h, weights=weights, rows=rows, workspace=workspace, pdl=pdl)
-        _expand(added, out, result, N, activation, pdl)
+        block_t, block_n = (16, 128) if T <= 16 else (64, 128)
+        _expand_kernel[(cdiv(N, block_n), cdiv(T, block_t))](
+            added, out, result, T, N, out.stride(0), ACTIVATION=activation, COLUMNS=LOW_RANK_BLOCK, BLOCK_T=block_t,
+            BLOCK_N=block_n, **launch_options(4, 1, pdl),
+        )  # fmt: skip
     return result
-
-
-def _expand(added: LowRank, base: Tensor, out: Tensor, N: int, activation: str | None, pdl: bool) -> None:
-    T = base.shape[0]
-    block_t, block_n = (16, 128) if T <= 16 else (64, 128)
-    _expand_kernel[(cdiv(N, block_n), cdiv(T, block_t))](
-        added, base, out, T, N, base.stride(0), ACTIVATION=activation, COLUMNS=LOW_RANK_BLOCK, BLOCK_T=block_t, BLOCK_N=block_n,
-        **launch_options(4, 1, pdl),
-    )  # fmt: skip

@@ -137,9 +137,8 @@ class Adapters:
         }
         for module, linear in linears.items():
             if not (linear.a.isfinite().all() and linear.b.isfinite().all()):
-                where = f"{adapter.folder}: {module}"
-                expected = f"finite numbers in {self._model.dtype}"
-                raise CheckpointError("a weight of the adapter is infinite or NaN", where=where, expected=expected)
+                what, expected = "a weight of the adapter is infinite or NaN", f"finite numbers in {self._model.dtype}"
+                raise CheckpointError(what, where=f"{adapter.folder}: {module}", expected=expected)
         kept = Adapter(adapter.folder, adapter.base, linears)
         self.known[name] = Known(name, kept, f"lora {secrets.token_hex(16)}")
 

@@ -220,6 +220,19 @@ def test_a_gpu_that_never_ends_a_step_is_not_waited_for(folder, monkeypatch):
     generator.close()
 
 
+def test_a_driver_that_never_returns_does_not_keep_the_process(monkeypatch):
+    """Catches a process that stays at its exit, and one that is ended although nothing keeps it."""
+    codes, ended = list[int](), threading.Event()
+    monkeypatch.setattr(ranks.os, "_exit", codes.append)
+    (thread := threading.Thread(target=ended.wait, daemon=True)).start()
+    ranks._leave(thread)
+    assert codes == [1]
+    ended.set()
+    thread.join()
+    ranks._leave(thread)
+    assert codes == [1]
+
+
 OUT_OF_MEMORY = """
 import torch
 from {module} import {kind}

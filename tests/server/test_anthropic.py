@@ -323,8 +323,8 @@ async def test_tools_and_a_schema(model):
     """Catches a schema that makes a call reasoning."""
     form = {"output_config": {"format": {"type": "json_schema", "schema": CITY}}, "tools": TOOLS}
     text = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}<|call|>"
-    for found in (await model.create(text, **form), await model.streamed(text, **form)):
-        assert (blocks(found), found.stop_reason) == ([("now", {})], "tool_use")
+    for reply in (await model.create(text, **form), await model.streamed(text, **form)):
+        assert (blocks(reply), reply.stop_reason) == ([("now", {})], "tool_use")
         assert model.last.sampling.structured_outputs.may_call
 
 

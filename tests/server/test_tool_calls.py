@@ -487,9 +487,9 @@ def test_tools_and_a_schema(folders, name, api):
 async def test_a_stated_end_of_reasoning(chats):
     """Catches a request that says itself when its grammar begins, and gets calls, or cannot have them."""
     call, _, answer = BEFORE_A_GRAMMAR["harmony"]
-    own = {"json": FORM["schema"], "reasoning_end": "<|channel|>final<|message|>"}
+    form = {"json": FORM["schema"], "reasoning_end": "<|channel|>final<|message|>"}
     for further, calls in (({}, []), ({"may_call": True}, [ZURICH]), ({"may_call": False}, [])):
-        reply = await chats.complete(f'{call}{answer}{{"a": 1}}', tools=TOOLS, extra_body={"structured_outputs": own | further})
+        reply = await chats.complete(f'{call}{answer}{{"a": 1}}', tools=TOOLS, extra_body={"structured_outputs": form | further})
         assert whole(reply.choices[0])[::2] == ('{"a": 1}', calls)
     body = {"structured_outputs": {"json": FORM["schema"], "may_call": False}}
     reply = await chats.complete(f'{call}{answer}{{"a": 1}}', tools=TOOLS, extra_body=body)

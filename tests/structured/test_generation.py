@@ -138,16 +138,16 @@ ENDED = [(".", ""), ("</think>", "\n\n"), ("<|endoftext|>", " "), ("é!", ""), (
 def test_a_prompt_that_has_ended_its_reasoning(generator, marker, space):
     """Also if calls might have come before."""
     calls = marker == ADDRESSED[1]
-    own = params(12, structured_outputs={"choice": ["yes", "no"], "reasoning_end": marker, "may_call": calls})
+    request = params(12, structured_outputs={"choice": ["yes", "no"], "reasoning_end": marker, "may_call": calls})
     end = STORY + marker + space
     for prompt in (end, generator.encode(end)):
-        completion = generator.generate(prompt, own)
+        completion = generator.generate(prompt, request)
         assert (completion.text in ("yes", "no"), completion.finish_reason) == (True, "stop")
         assert completion.sampling.structured_outputs.reasoning_end is None
     for prompt in (f"{end}and", STORY + marker[:-1]):
-        assert generator.generate(prompt, own).sampling.structured_outputs.reasoning_end == marker, "it goes on"
+        assert generator.generate(prompt, request).sampling.structured_outputs.reasoning_end == marker, "it goes on"
     with pytest.raises(InputError, match="not a token id"):
-        generator.generate([2**40], own)
+        generator.generate([2**40], request)
 
 
 def test_the_grammar_has_all_text_after_the_reasoning(generator):

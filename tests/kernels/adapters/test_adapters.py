@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from minirt.bench import bounds
+from minirt.errors import InputError
 from minirt.kernels.adapters import reference
 from minirt.kernels.adapters.operands import AdapterRows, AdapterWeights, most_steps
 from minirt.kernels.launch import Workspace
@@ -117,18 +118,14 @@ def test_in_the_product(T, K, parts, activation, alone):
         added = partial(low_rank, weights=w, rows=rows_of(adapters, w), workspace=workspace)
         h = x.double() if norm is None else x.double() / (x.double().square().mean(1, True) + 1e-5).sqrt() * norm.double()
         base = h @ weight.double().T
-        if activation is not None:
-            ours = norm_gate_up(x, norm, 1e-5, weight, activation, workspace=workspace, adapters=added)
-        elif norm is None:
-            ours, base = linear_residual(x, weight, residual, workspace=workspace, adapters=added), base + residual.double()
-        else:
-            ours = norm_linear(x, norm, 1e-5, weight, workspace=workspace, adapters=added)
+        base += residual.double() if norm is None else 0.0
+        ours = product(x, norm, weight, residual, activation, workspace, added)
         wanted = truth(x, w, adapters, base, norm, 1e-5, activation, parts)
         assert bounds.errors(ours, wanted).relative < (1e-5 if dtype == torch.float32 else 2e-2)
-        assert torch.equal(ours, again(x, norm, weight, residual, activation, workspace, added))
+        assert torch.equal(ours, product(x, norm, weight, residual, activation, workspace, added))
 
 
-def again(x, norm, weight, residual, activation, workspace, added):
+def product(x, norm, weight, residual, activation, workspace, added):
     if activation is not None:
         return norm_gate_up(x, norm, 1e-5, weight, activation, workspace=workspace, adapters=added)
     if norm is None:
@@ -136,8 +133,15 @@ def again(x, norm, weight, residual, activation, workspace, added):
     return norm_linear(x, norm, 1e-5, weight, workspace=workspace, adapters=added)
 
 
+def test_a_product_without_a_kernel_for_adapters_is_refused():
+    """Catches a weight in 4 bits, or FP8, whose product leaves the adapters out without a word."""
+    words, scale = torch.zeros(32, 32, dtype=torch.int16, device=DEVICE), torch.ones(1, 32, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(InputError, match="no kernel adds adapters to this product"):
+        norm_linear(torch.ones(3, 128, device=DEVICE), None, 0.0, words, scale=scale, adapters=lambda x, norm: None)
+
+
 def test_no_row_gets_what_another_adapter_has():
-    """Catches a row whose values change with the adapters of its neighbours: with large finite weights, or weights of none."""
+    """Catches a row whose values change with the adapters of its neighbours, which have large weights."""
     w, workspace = weights_of(QKV, 96, torch.float32), Workspace(DEVICE)
     x, base, _, _ = drawn(20, 96, 131, torch.float32, False, 5)
     w.a[1], w.b.view(131, len(RANKS), -1)[:, 1] = 1e18, 1e18
