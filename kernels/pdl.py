@@ -5,7 +5,8 @@ before has either *triggered* (`gdc_launch_dependents`) or ended. *Waiting* (`gd
 completely and its writes are visible. Two rules keep this correct:
 
 1. Every program waits before it reads what an earlier kernel wrote, and before it writes anything. Weights, block tables and
-    lengths are not written by kernels of the step, so they may be read before the wait.
+    lengths are not written by kernels of the step, so they may be read before the wait. If the kernel before triggers after it
+    waited, as `low_rank` does, only what that kernel writes must be waited for.
 2. Every program waits at least once, even if it has nothing to do. So a kernel ends only after all earlier kernels have ended,
     and waiting for the predecessor means waiting for all of them.
 

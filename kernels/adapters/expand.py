@@ -23,12 +23,12 @@ def _expand_kernel(added, base_ptr, out_ptr, T, N, base_stride, ACTIVATION: tl.c
     GATED: tl.constexpr = ACTIVATION is not None
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if PDL:
-        wait_for_input(False)
     stored = (t < T)[:, None] & (n < N)[None, :]
     base_ptrs = base_ptr + t.to(tl.int64)[:, None] * base_stride + n[None, :]
     acc = tl.load(base_ptrs, mask=stored, other=0.0).to(tl.float32)
     acc_up = tl.load(base_ptrs + N, mask=stored, other=0.0).to(tl.float32) if GATED else acc
+    if PDL:
+        wait_for_input(False)
     for i in tl.range(0, tl.load(added.steps), num_stages=1):
         y, b = low_rank_step(added, i, t, n, T, N, 0, COLUMNS)
         acc = tl.dot(y, b.T, acc, input_precision="ieee")

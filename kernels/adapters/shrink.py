@@ -1,8 +1,11 @@
 """`low_rank`: y = scaling · A · x of each row's adapter, which the product of a linear takes beside x.
 
 Sums are in fp32, in a fixed order. With a few rows, a program computes one value; with more, a tile of rows by a block of
-columns, for a part of K. One row may be raw, of a product that computes the norm: then y is of x times the norm's weight, and the
-product divides its sums by the root mean square, those of y too.
+columns, for a part of K. One row may be raw, of a product that computes the norm: then y is of x times the norm's weight, and
+the product divides its sums by the root mean square, those of y too.
+
+Programs trigger after they waited. So what was written before y is complete when the next kernel starts: a product streams its
+weights through x at once, and waits before it reads y.
 """
 
 from functools import lru_cache
@@ -17,6 +20,7 @@ from minirt.kernels.adapters.operands import AdapterRows, AdapterWeights, most_s
 from minirt.kernels.launch import Workspace, cdiv, even_parts, launch_options, next_power_of_2
 from minirt.kernels.linear.epilogue import add_parts, touch
 from minirt.kernels.linear.product import LOW_RANK_BLOCK, LowRank, Norm
+from minirt.kernels.pdl import wait_for_input
 from minirt.kernels.prepared import compile_time, prepared
 
 _FEW = 8  # rows
@@ -64,8 +68,6 @@ def _column(steps_ptr, scales_ptr, job, scale_stride, C):
 def _few_rows_kernel(x_ptr, norm_ptr, a_ptr, scales_ptr, adapters_ptr, steps_ptr, y_ptr, x_stride, scale_stride, y_stride, C,
                      PDL: tl.constexpr):  # fmt: skip
     """One value of one row."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     t, c = tl.program_id(0), tl.program_id(1)
     COUNT: tl.constexpr = (C.K + C.BLOCK_K - 1) // C.BLOCK_K
     adapter = tl.load(adapters_ptr + t)
@@ -81,7 +83,7 @@ def _few_rows_kernel(x_ptr, norm_ptr, a_ptr, scales_ptr, adapters_ptr, steps_ptr
         inside = i * C.BLOCK_K + k < end
         a += (tl.load(a_ptr + tl.where(mine, column, 0).to(tl.int64) * C.K + i * C.BLOCK_K + k, mask=inside, other=0.0),)  # type: ignore[assignment]
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        wait_for_input(False)
     sums = tl.zeros((C.BLOCK_K,), tl.float32)
     for i in tl.static_range(COUNT):
         inside = i * C.BLOCK_K + k < end
@@ -98,8 +100,6 @@ def _few_rows_kernel(x_ptr, norm_ptr, a_ptr, scales_ptr, adapters_ptr, steps_ptr
 def _shrink_kernel(x_ptr, a_ptr, scales_ptr, adapters_ptr, steps_ptr, y_ptr, sums_ptr, counters_ptr, T, x_stride, scale_stride,
                    y_stride, C, PDL: tl.constexpr):  # fmt: skip
     """A tile of rows, some columns, a part of K."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     tile, job, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     t = tile * C.BLOCK_T + tl.arange(0, C.BLOCK_T)
     live = job < tl.load(steps_ptr) * (C.BLOCK // C.BLOCK_C)
@@ -115,7 +115,7 @@ def _shrink_kernel(x_ptr, a_ptr, scales_ptr, adapters_ptr, steps_ptr, y_ptr, sum
             if C.PARTS > 1:  # while the kernel that computes x still runs
                 for ahead in tl.static_range(0, C.SPAN, 64):
                     touch(a_ptrs + tl.minimum(start + ahead, C.K - 1))
-            tl.extra.cuda.gdc_wait()
+            wait_for_input(False)
         y_ptrs = y_ptr + t.to(tl.int64)[:, None] * y_stride + (job * C.BLOCK_C + tl.arange(0, C.BLOCK_C))[None, :]
         acc = tl.zeros((C.BLOCK_T, C.BLOCK_C), tl.float32)
         last = part == 0
@@ -133,7 +133,7 @@ def _shrink_kernel(x_ptr, a_ptr, scales_ptr, adapters_ptr, steps_ptr, y_ptr, sum
             y = tl.where(mine, acc * factor[None, :], 0.0)
             tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=(t < T)[:, None])
     elif PDL:
-        tl.extra.cuda.gdc_wait()
+        wait_for_input(False)
 
 
 @triton.jit
@@ -186,6 +186,7 @@ def low_rank(
             sums = torch.empty(tiles * jobs * C.PARTS, C.BLOCK_T, C.BLOCK_C, dtype=torch.float32, device=x.device)
             counters = workspace.counters(tiles * jobs)
         _shrink_kernel[(tiles, jobs, C.PARTS)](
-            x, weights.a, weights.scales, rows.adapters, used, y, sums, counters, T, *strides, C, **launch_options(4, 3, pdl)
-        )
+            x, weights.a, weights.scales, rows.adapters, used, y, sums, counters, T, *strides, C,
+            **launch_options(4, 2 if T <= _SMALL else 3, pdl),
+        )  # fmt: skip
     return LowRank(y, weights.b, rows.adapters, used, width, y.stride(0), weights.b.stride(0))

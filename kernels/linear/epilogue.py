@@ -149,11 +149,24 @@ def add_parts(acc, at, inside, sums_ptr, counter_ptr, part, SPLIT: tl.constexpr)
 def low_rank_step(added, i, t, n, T, N, first, COLUMNS: tl.constexpr):
     """y [rows t, COLUMNS] and b [rows first + n, COLUMNS] of step i. Rows past T and N repeat the last ones."""
     c = tl.arange(0, COLUMNS)
-    column = tl.load(added.steps + 1 + i) * COLUMNS + c
     y = tl.load(added.y + tl.minimum(t, T - 1).to(tl.int64)[:, None] * added.y_stride + (i * COLUMNS + c)[None, :])
+    rows, column = _low_rank_rows(added, i, n, N, first, COLUMNS)
+    column += c
+    return y, tl.load(rows[:, None] + column[None, :], mask=(column < added.b_stride)[None, :], other=0.0)
+
+
+@triton.jit
+def _low_rank_rows(added, i, n, N, first, COLUMNS: tl.constexpr):
+    """Rows first + n of b, and the first column of step i."""
     row = (first + tl.minimum(n, N - 1)).to(tl.int64)
-    b_ptrs = added.b + row[:, None] * added.b_stride + column[None, :]
-    return y, tl.load(b_ptrs, mask=(column < added.b_stride)[None, :], other=0.0)
+    return added.b + row * added.b_stride, tl.load(added.steps + 1 + i) * COLUMNS
+
+
+@triton.jit
+def touch_low_rank(added, i, n, N, first, COLUMNS: tl.constexpr):
+    """Prefetch what `low_rank_step` will load of b."""
+    rows, column = _low_rank_rows(added, i, n, N, first, COLUMNS)
+    touch(rows + column)
 
 
 @triton.jit

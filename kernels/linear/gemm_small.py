@@ -43,6 +43,7 @@ from minirt.kernels.linear.epilogue import (
     low_rank_step,
     store_row_maxima,
     touch,
+    touch_low_rank,
 )
 from minirt.kernels.linear.product import LOW_RANK_BLOCK, Product, ProductFacts
 from minirt.kernels.prepared import compile_time, prepared, tiled
@@ -145,12 +146,20 @@ def _gemm_small_kernel(x, weight, weight_ptr, ep, out_ptr, sums_ptr, counters_pt
     stored = (n[:, None] < N) & (t[None, :] < T)
     at = t[None, :] * N + n[:, None]
     of_rows = load_rows(ep, n[:, None], n[:, None] < N, N, not BLOCKS)
+    if added is not None:
+        added_steps = tl.where(part == C.SPLIT - 1, tl.load(added.steps), 0)
     if PDL:
         # While the kernel that computes x still runs, prefetch the weights' first cache lines (and translate their addresses).
         touch(row_ptrs + first)
         if GATED:
             touch(row_ptrs + first + up)
-        tl.extra.cuda.gdc_wait()
+        if added is None:
+            tl.extra.cuda.gdc_wait()
+        else:  # x is complete, see `low_rank`
+            for i in range(added_steps):
+                touch_low_rank(added, i, n, N, 0, C.LOW_RANK_BLOCK)
+                if GATED:
+                    touch_low_rank(added, i, n, N, N, C.LOW_RANK_BLOCK)
     of_tokens = load_tokens(ep, t[None, :], t[None, :] < T, not BLOCKS)
     if not C.TMA:
         x_ptrs = x + tl.minimum(t, T - 1)[:, None] * C.K + k[None, :]
@@ -189,8 +198,10 @@ def _gemm_small_kernel(x, weight, weight_ptr, ep, out_ptr, sums_ptr, counters_pt
     if SEVERAL:
         acc = sums + acc
         acc_up = sums_up + acc_up
-    if added is not None:  # a step of adapters takes no more shared memory than one of the weight
-        for i in tl.range(0, tl.where(part == C.SPLIT - 1, tl.load(added.steps), 0), num_stages=2 if C.BLOCK_K >= 64 else 1):
+    if added is not None:  # its steps take no more shared memory than two of the weight
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        for i in tl.range(0, added_steps, num_stages=C.BLOCK_K // 32 if C.BLOCK_K >= 64 else 1):
             y, b = low_rank_step(added, i, t, n, T, N, 0, C.LOW_RANK_BLOCK)
             acc = tl.dot(b, y.T, acc, input_precision="ieee")
             if GATED:

@@ -146,7 +146,7 @@ def _gemv_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, added, C, PDL: tl.cons
     rows = load_rows(ep, n, valid, N, not BLOCKS)
     if added is not None:
         b_tiles, width, y_start = _low_rank_tiles(added, n, k, N, GATED, C)
-    if PDL:
+    if PDL and added is None:  # else x is complete, see `low_rank`
         tl.extra.cuda.gdc_wait()
     residual = load_residual(ep, at, valid)
     squares = tl.zeros((C.BLOCK_K,), tl.float32)
@@ -172,6 +172,8 @@ def _gemv_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, added, C, PDL: tl.cons
                 if BLOCKS:
                     up_scales += (chunk_scales(ep.scale, N, n0, N, i + C.TILES, C),)
     if added is not None:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
         for i in tl.static_range((C.LOW_RANK + C.BLOCK_K - 1) // C.BLOCK_K):
             y = tl.load(added.y + y_start + i * C.BLOCK_K + k, mask=i * C.BLOCK_K + k < width, other=0.0).to(tl.float32)
             if GATED:
