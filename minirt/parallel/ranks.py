@@ -247,7 +247,8 @@ class Leader(Ranks):
 
     def check(self) -> None:
         if self.failure is not None:
-            raise self.failure.copy()
+            with self._changed:  # `_fail` first stops what waits on this device: dropping such a CUDA graph holds the GIL
+                raise self.failure.copy()
 
     def step(self, what: str, value: Any) -> AbstractContextManager[Any]:
         return self._step(what, value)
@@ -297,6 +298,8 @@ class Leader(Ranks):
             if self.failure is not None or self._closed:
                 return
             self.failure = error
+            if (reduction := getattr(self, "reduction", None)) is not None:
+                reduction.stop()
             self._changed.notify_all()
         _kill(self._processes, [])
         self._abort()

@@ -134,14 +134,18 @@ class Reduction:
         finally:
             self._paused = before
 
+    def stop(self) -> None:
+        """End what kernels of this rank wait for. Their sums are wrong then."""
+        for peers in filter(None, (self._of_maxima, self._peers)):
+            peers.stop()
+
     def abort(self) -> None:
         """End the calls of this rank on a GPU that wait for others, and the connection to them."""
         if self._aborted:
             return
         self._aborted = True
+        self.stop()
         with torch.cuda.device(self._device):
-            for peers in filter(None, (self._of_maxima, self._peers)):
-                peers.stop()
             self._group.abort()
             dist.destroy_process_group()
 

@@ -204,6 +204,31 @@ def test_a_rank_that_ends_or_stops_ends_the_engine(how, words, folder, monkeypat
     assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
+def test_waits_on_the_device_end_before_a_failure_is_known():
+    """Catches a thread that hears of a failure and drops a CUDA graph, which holds the GIL, while that graph waits for a rank."""
+    order, leader = list[str](), object.__new__(ranks.Leader)
+
+    def hear():
+        try:
+            while True:
+                leader.check()
+        except RankFailedError:
+            order.append("known")
+
+    hearing = threading.Thread(target=hear)
+
+    def stop():
+        hearing.join(0.2)
+        order.append("stopped")
+
+    leader.failure, leader._closed, leader._changed, leader._processes = None, False, threading.Condition(), []
+    leader.device, leader.reduction = torch.device("cpu"), SimpleNamespace(stop=stop)
+    hearing.start()
+    leader._fail(RankFailedError("a rank failed"))
+    hearing.join()
+    assert order == ["stopped", "known"]
+
+
 def test_a_gpu_that_never_ends_a_step_is_not_waited_for(folder, monkeypatch):
     """Catches a wait within the driver, which no error of another rank would end."""
     generator = Generator.from_pretrained(folder, tensor_parallel=2, **OPTIONS)
