@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from types import SimpleNamespace
 
 import psutil
@@ -217,12 +218,13 @@ def test_waits_on_the_device_end_before_a_failure_is_known():
 
     hearing = threading.Thread(target=hear)
 
-    def stop():
-        hearing.join(0.2)
-        order.append("stopped")
+    class Signs(dict):
+        def __setitem__(self, place, value):
+            hearing.join(0.2)
+            order.append("stopped")
 
     leader.failure, leader._closed, leader._changed, leader._processes = None, False, threading.Condition(), []
-    leader.device, leader.reduction = torch.device("cpu"), SimpleNamespace(stop=stop)
+    leader.device, leader._signs = torch.device("cpu"), Signs({(0, 0): 0})
     hearing.start()
     leader._fail(RankFailedError("a rank failed"))
     hearing.join()
@@ -236,7 +238,7 @@ def test_a_gpu_that_never_ends_a_step_is_not_waited_for(folder, monkeypatch):
 
     class Never:
         def query(self):
-            if process.is_running():
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
             return False
 
