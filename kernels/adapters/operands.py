@@ -1,6 +1,7 @@
 """The operands of adapters: the weights of one linear for all adapters on the device, and the adapters of a step's rows."""
 
 from collections.abc import Mapping
+from math import gcd
 from typing import NamedTuple
 
 from torch import Tensor
@@ -13,7 +14,8 @@ class AdapterWeights(NamedTuple):
     """The adapters of one linear [N, K] with P modules in S places, with ranks up to R, a multiple of 16.
 
     Args:
-        a: [S, P, R, K]. b: [N, S · P · R], finite; 0 beyond an adapter's rank, and in rows of other modules.
+        a: [P, S, R, K]. Of a gated linear, the first module is that of the gate's rows, the last that of the up's.
+        b: [N, P · S · R], finite; 0 beyond an adapter's rank, and in rows of other modules.
         scales: [S, P] fp32, with any row stride. 0: the adapter does not change the module, which may have old weights.
     """
 
@@ -21,25 +23,21 @@ class AdapterWeights(NamedTuple):
     b: Tensor
     scales: Tensor
 
-    @property
-    def width(self) -> int:
-        """Columns of `b` of one place."""
-        return self.a.shape[1] * self.a.shape[2]
-
 
 class AdapterRows(NamedTuple):
     """The adapters of a step.
 
     Args:
         adapters: [T] int32, the place of each row's adapter; −1: none.
-        steps: `LowRank.steps`, by the width of a linear's adapters.
+        steps: `LowRank.steps` of these rows, by the number of modules of a linear.
     """
 
     adapters: Tensor
     steps: Mapping[int, Tensor]
 
 
-def most_steps(width: int, places: int, rows: int | None = None) -> int:
+def most_steps(modules: int, rank: int, places: int, rows: int | None = None) -> int:
     """The most blocks of columns that are used by adapters of so many rows."""
-    all_blocks = cdiv(places * width, LOW_RANK_BLOCK)
-    return all_blocks if rows is None else min(all_blocks, rows * (cdiv(width - 1, LOW_RANK_BLOCK) + 1))
+    all_blocks = cdiv(modules * places * rank, LOW_RANK_BLOCK)
+    of_module = cdiv(rank + LOW_RANK_BLOCK - gcd(rank, LOW_RANK_BLOCK), LOW_RANK_BLOCK)
+    return all_blocks if rows is None else min(all_blocks, rows * modules * of_module)

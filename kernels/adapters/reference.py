@@ -20,12 +20,12 @@ def adapters_of(table: Tensor, column: int, seq_slots: Tensor, query_starts: Ten
     return torch.where(sequence < len(adapters), adapters[sequence.clamp(max=len(adapters) - 1)], -1)
 
 
-def used_steps(adapters: Tensor, width: int, places: int) -> Tensor:
+def used_steps(adapters: Tensor, modules: int, rank: int, places: int) -> Tensor:
     """`LowRank.steps` of rows with these adapters [T] int32: which blocks of columns they use, and before that how many."""
     used = {int(place) for place in adapters.tolist() if place >= 0}
-    columns = [place * width + r for place in sorted(used) for r in range(width)]
+    columns = ((module * places + place) * rank + r for module in range(modules) for place in used for r in range(rank))
     blocks = sorted({column // LOW_RANK_BLOCK for column in columns})
-    unused = [0] * (most_steps(width, places) - len(blocks))
+    unused = [0] * (most_steps(modules, rank, places) - len(blocks))
     return torch.tensor([len(blocks), *blocks, *unused], dtype=torch.int32, device=adapters.device)
 
 
@@ -38,12 +38,13 @@ def add_adapters(
     With an activation, `out` has the rows of gate and up, and the result is another tensor: act(gate) · up, [T, N / 2].
     """
     h = x if norm_weight is None else rms_norm(x, norm_weight, eps)
+    b = weights.b.view(len(weights.b), *weights.a.shape[:3])
     for place in rows.adapters.unique().tolist():
         if place >= 0:
             chosen = rows.adapters == place
-            y, scales = torch.einsum("tk,prk->tpr", h[chosen].float(), weights.a[place].float()), weights.scales[place, :, None]
-            y = torch.where(scales != 0, y * scales, 0.0).flatten(1)
-            out[chosen] += (y @ weights.b[:, place * weights.width :][:, : weights.width].float().T).to(out.dtype)
+            a, scales = weights.a[:, place].float(), weights.scales[place, :, None]
+            y = torch.where(scales != 0, torch.einsum("tk,prk->tpr", h[chosen].float(), a) * scales, 0.0)
+            out[chosen] += (y.flatten(1) @ b[:, :, place].flatten(1).float().T).to(out.dtype)
     if activation is None:
         return out
     gate, up = out.chunk(2, 1)

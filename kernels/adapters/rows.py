@@ -27,29 +27,27 @@ def _adapters_kernel(table_ptr, seq_slots_ptr, query_starts_ptr, out_ptr, B, T, 
 
 
 @prepared
-@triton.jit(do_not_specialize=["T", "R"], do_not_specialize_on_alignment=["rows_ptr"])
-def _steps_kernel(adapters_ptr, rows_ptr, of_rows_ptr, widths_ptr, steps_ptr, T, R, stride, WIDTHS: tl.constexpr,
-                  BLOCK_S: tl.constexpr, BLOCK_J: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """The steps of one width; the last program copies the adapters of `rows`."""
-    of = tl.program_id(0)
-    if of == WIDTHS:
-        for first in range(0, R, BLOCK):
-            i = first + tl.arange(0, BLOCK)
-            row = tl.load(rows_ptr + i, mask=i < R, other=0)
-            tl.store(of_rows_ptr + i, tl.load(adapters_ptr + row, mask=i < R, other=-1), mask=i < R)
-    else:
-        place, used = tl.arange(0, BLOCK_S), tl.zeros((BLOCK_S,), tl.int32)
-        for first in range(0, T, BLOCK):
-            t = first + tl.arange(0, BLOCK)
-            adapter = tl.load(adapters_ptr + t, mask=t < T, other=-1)
-            used = tl.maximum(used, tl.max((adapter[None, :] == place[:, None]).to(tl.int32), 1))
-        width, j = tl.load(widths_ptr + of), tl.arange(0, BLOCK_J)
-        first_column, last_column = place * width, (place + 1) * width
-        meets = (first_column[None, :] < (j[:, None] + 1) * COLUMNS) & (last_column[None, :] > j[:, None] * COLUMNS)
-        wanted = tl.max(tl.where(meets, used[None, :], 0), 1)
-        steps_ptr += of * stride
-        tl.store(steps_ptr + tl.cumsum(wanted, 0), j, mask=wanted > 0)
-        tl.store(steps_ptr, tl.sum(wanted, 0))
+@triton.jit(do_not_specialize=["T", "ROWS", "rank", "places"], do_not_specialize_on_alignment=["rows_ptr"])
+def _steps_kernel(adapters_ptr, rows_ptr, of_rows_ptr, steps_ptr, T, ROWS, rank, places, stride, BLOCK_S: tl.constexpr,
+                  BLOCK_J: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """The steps of linears with program_id(0) + 1 modules: of all tokens; then of `rows`, whose adapters it stores."""
+    selected, modules = tl.program_id(1) == 1, tl.program_id(0) + 1
+    count, stored = tl.where(selected, ROWS, T), tl.where(selected, ROWS, 0)
+    place, used = tl.arange(0, BLOCK_S), tl.zeros((BLOCK_S,), tl.int32)
+    for first in range(0, count, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        row = tl.load(rows_ptr + i, mask=i < stored, other=0) + tl.where(selected, 0, i)
+        adapter = tl.load(adapters_ptr + row, mask=i < count, other=-1)
+        tl.store(of_rows_ptr + i, adapter, mask=i < stored)
+        used = tl.maximum(used, tl.max((adapter[None, :] == place[:, None]).to(tl.int32), 1))
+    j, wanted = tl.arange(0, BLOCK_J), tl.zeros((BLOCK_J,), tl.int32)
+    for module in range(modules):
+        column = (module * places + place) * rank
+        meets = (column[None, :] < (j[:, None] + 1) * COLUMNS) & (column[None, :] + rank > j[:, None] * COLUMNS)
+        wanted = tl.maximum(wanted, tl.max(tl.where(meets, used[None, :], 0), 1))
+    steps_ptr += (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * stride
+    tl.store(steps_ptr + tl.cumsum(wanted, 0), j, mask=wanted > 0)
+    tl.store(steps_ptr, tl.sum(wanted, 0))
 
 
 def adapters_of(table: Tensor, column: int, seq_slots: Tensor, query_starts: Tensor, out: Tensor) -> Tensor:
@@ -61,14 +59,14 @@ def adapters_of(table: Tensor, column: int, seq_slots: Tensor, query_starts: Ten
     return out
 
 
-def used_steps(
-    adapters: Tensor, rows: Tensor, of_rows: Tensor, widths: Tensor, most_width: int, places: int, steps: Tensor
-) -> None:
-    """`reference.used_steps` of adapters [T] int32 for each of `widths` [W] int32, into `steps` [W, 1 + most] int32, and the
-    adapters of `rows` [R] int64, into `of_rows` [R]."""
-    count = len(widths)
-    _steps_kernel[(count + 1,)](
-        adapters, rows, of_rows, widths, steps, len(adapters), len(rows), steps.stride(0), WIDTHS=count,
-        BLOCK_S=next_power_of_2(places), BLOCK_J=next_power_of_2(most_steps(most_width, places)), COLUMNS=LOW_RANK_BLOCK,
+def used_steps(adapters: Tensor, rows: Tensor, of_rows: Tensor, rank: int, places: int, steps: Tensor) -> None:
+    """`reference.used_steps` of adapters [T] int32, and of those of `rows` [R] int64, for linears of 1 … P modules.
+
+    They are stored into `steps` [2, P, 1 + most] int32, the adapters of `rows` into `of_rows` [R].
+    """
+    modules = steps.shape[1]
+    _steps_kernel[(modules, 2)](
+        adapters, rows, of_rows, steps, len(adapters), len(rows), rank, places, steps.stride(1),
+        BLOCK_S=next_power_of_2(places), BLOCK_J=next_power_of_2(most_steps(modules, rank, places)), COLUMNS=LOW_RANK_BLOCK,
         BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip

@@ -25,8 +25,7 @@ from minirt.kernels.prepared import compile_time, prepared
 
 _FEW = 8  # rows
 _LONG = 8192  # columns of x, from which a value takes eight warps
-_SMALL = 256  # rows up to which a program has 16 columns
-_PROGRAMS = 160  # that a split of K should give for a tile of them
+_SMALL = 256  # rows up to which most time is latency, so that K is split for many programs
 _PARTS = 4  # of K, with more rows
 _SHORTEST = 256  # columns of x of a part
 
@@ -54,12 +53,12 @@ class _Constants(NamedTuple):
 
 @triton.jit
 def _column(steps_ptr, scales_ptr, job, scale_stride, C):
-    """Columns of a program: their places, rows of A, and factors."""
+    """Columns of a program, which are rows of A: their places and factors."""
     block, c = job // (C.BLOCK // C.BLOCK_C), tl.arange(0, C.BLOCK_C)
     column = tl.load(steps_ptr + 1 + block) * C.BLOCK + job % (C.BLOCK // C.BLOCK_C) * C.BLOCK_C + c
-    place = column // (C.P * C.R)
-    inside = place < C.PLACES
-    factor = tl.load(scales_ptr + place * scale_stride + column % (C.P * C.R) // C.R, mask=inside, other=0.0)
+    place, module = column // C.R % C.PLACES, column // (C.R * C.PLACES)
+    inside = module < C.P
+    factor = tl.load(scales_ptr + place * scale_stride + module, mask=inside, other=0.0)
     return column, tl.where(inside, place, -2), factor
 
 
@@ -73,9 +72,9 @@ def _few_rows_kernel(x_ptr, norm_ptr, a_ptr, scales_ptr, adapters_ptr, steps_ptr
     adapter = tl.load(adapters_ptr + t)
     used = c < tl.load(steps_ptr) * C.BLOCK
     column = tl.load(steps_ptr + 1 + c // C.BLOCK, mask=used, other=0) * C.BLOCK + c % C.BLOCK
-    place = column // (C.P * C.R)
-    mine = used & (place == adapter)
-    factor = tl.load(scales_ptr + place * scale_stride + column % (C.P * C.R) // C.R, mask=mine, other=0.0)
+    place, module = column // C.R % C.PLACES, column // (C.R * C.PLACES)
+    mine = used & (place == adapter) & (module < C.P)
+    factor = tl.load(scales_ptr + place * scale_stride + module, mask=mine, other=0.0)
     end = tl.where(mine & (factor != 0), C.K, 0)
     k = tl.arange(0, C.BLOCK_K)
     a = ()
@@ -150,11 +149,13 @@ def _constants(T: int, K: int, P: int, R: int, places: int, itemsize: int) -> _C
     """They take few values for all T, because each is a kernel. With many rows, few blocks of columns are expected to be used."""
     if T <= _FEW:
         return _Constants(K, P, R, places, LOW_RANK_BLOCK, 1, 1, 1024 if K <= _LONG else 2048, 1, K)
-    small = T <= _SMALL
-    block_c, block_t = (16, min(64, max(16, next_power_of_2(T)))) if small else (64, 64)
-    block_k = (256 if small else 128) // itemsize
-    programs = cdiv(most_steps(P * R, places) * LOW_RANK_BLOCK, 2 * block_c)  # of a tile of rows, half of them busy
-    parts = even_parts(cdiv(K, block_k), max(1, min(_PROGRAMS // programs if small else _PARTS, cdiv(K, _SHORTEST))))
+    # From sweeps (docs/decisions/adapters.md). Programs: of a tile of rows.
+    block_c, row_bytes, programs = (64, 256, 132) if T <= 32 else (16, 128, 132) if T <= 64 else (16, 256, 200)
+    if T > _SMALL:
+        block_c, row_bytes = 64, 128
+    block_k, block_t = row_bytes // itemsize, min(64, max(16, next_power_of_2(T)))
+    jobs = cdiv(most_steps(P, R, places) * LOW_RANK_BLOCK, block_c)
+    parts = even_parts(cdiv(K, block_k), max(1, min(programs // jobs if T <= _SMALL else _PARTS, cdiv(K, _SHORTEST))))
     span = cdiv(cdiv(K, block_k), parts) * block_k
     return _Constants(K, P, R, places, LOW_RANK_BLOCK, block_c, block_t, block_k, parts, span)
 
@@ -167,9 +168,9 @@ def low_rank(
     Args:
         norm: of the product, for one row. workspace: whose counters are used.
     """
-    (T, K), (places, P, R, _), width = x.shape, weights.a.shape, weights.width
-    steps = most_steps(width, places, T)
-    y, used = x.new_empty(T, steps * LOW_RANK_BLOCK), rows.steps[width]
+    (T, K), (P, places, R, _) = x.shape, weights.a.shape
+    steps = most_steps(P, R, places, T)
+    y, used = x.new_empty(T, steps * LOW_RANK_BLOCK), rows.steps[P]
     C = _constants(T, K, P, R, places, x.element_size())
     jobs = steps * LOW_RANK_BLOCK // C.BLOCK_C
     strides = x.stride(0), weights.scales.stride(0), y.stride(0)
@@ -187,6 +188,6 @@ def low_rank(
             counters = workspace.counters(tiles * jobs)
         _shrink_kernel[(tiles, jobs, C.PARTS)](
             x, weights.a, weights.scales, rows.adapters, used, y, sums, counters, T, *strides, C,
-            **launch_options(4, 2 if T <= _SMALL else 3, pdl),
+            **launch_options(4, 3 if C.BLOCK_K * x.element_size() == 128 else 2, pdl),
         )  # fmt: skip
-    return LowRank(y, weights.b, rows.adapters, used, width, y.stride(0), weights.b.stride(0))
+    return LowRank(y, weights.b, rows.adapters, used, R, places * R, y.stride(0), weights.b.stride(0))

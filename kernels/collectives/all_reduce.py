@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.kernels.checks import check_arguments
-from minirt.kernels.collectives.peers import Peers, unless_stopped
+from minirt.kernels.collectives.peers import Peers, extended, give_up, limits
 from minirt.kernels.launch import launch_options, next_power_of_2
 from minirt.kernels.pdl import wait_for_input
 from minirt.kernels.prepared import prepared
@@ -37,8 +37,7 @@ def _all_reduce_kernel(
     if PDL:
         wait_for_input(False)
     calls = tl.load(box.calls + t, volatile=True)
-    stopped = tl.load(box.addresses + RANKS + 1).to(tl.pointer_type(tl.int32))
-    spins = tl.where(tl.load(box.failed, volatile=True) == 0, box.spins, 1)
+    spins, signs = limits(box, RANKS)
     x = tl.load(x_ptr + t * H + h, mask=inside, other=0.0)
     bits = x.to(box.memory.dtype.element_ty, bitcast=True)
     bits = tl.where(bits == EMPTY, 0, bits)
@@ -49,7 +48,7 @@ def _all_reduce_kernel(
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + t * H + h, mask=inside, other=0.0).to(tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
-    empty, loads = 1, 0
+    empty, loads, sign = 1, 0, 0
     while (empty != 0) & (loads < spins):
         total = tl.zeros((BLOCK_H,), tl.float32)
         missing = tl.zeros((BLOCK_H,), tl.int32)
@@ -61,7 +60,7 @@ def _all_reduce_kernel(
             total += tl.where(rank == source, bits, part).to(x.dtype, bitcast=True).to(tl.float32)
         empty = tl.max(missing, 0)
         loads += 1
-        spins = unless_stopped(stopped, loads, spins)
+        spins, sign = extended(spins, sign, loads, rank, signs, box, RANKS)
     for source in tl.static_range(RANKS):
         ptrs = box.memory + (place + source * box.rows) * box.width + h
         tl.store(ptrs, tl.full((BLOCK_H,), EMPTY, bits.dtype), mask=h < tl.where(rank == source, 0, H))
@@ -69,8 +68,7 @@ def _all_reduce_kernel(
         total += residual
     tl.store(out_ptr + t * H + h, total.to(x.dtype), mask=inside)
     tl.store(box.calls + t, calls + 1)
-    if empty != 0:
-        tl.store(box.failed, 1)
+    give_up(empty, rank, signs, box)
 
 
 def all_reduce(

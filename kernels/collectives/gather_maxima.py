@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minirt.kernels.argmax import LOWEST
 from minirt.kernels.checks import check_arguments
-from minirt.kernels.collectives.peers import Peers, unless_stopped
+from minirt.kernels.collectives.peers import Peers, extended, give_up, limits
 from minirt.kernels.launch import next_power_of_2
 from minirt.kernels.prepared import prepared
 
@@ -23,8 +23,8 @@ def _gather_maxima_kernel(maxima_ptr, out_ptr, box, P, first, RANKS: tl.constexp
     """Compute one row of out [R, RANKS]."""
     USE: tl.constexpr = 1 << 31
     t, p = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_P)
-    rank, stopped = tl.load(box.addresses + RANKS), tl.load(box.addresses + RANKS + 1).to(tl.pointer_type(tl.int32))
-    spins = tl.where(tl.load(box.failed, volatile=True) == 0, box.spins, 1)
+    rank = tl.load(box.addresses + RANKS)
+    limit, signs = limits(box, RANKS)
     calls = tl.load(box.calls + t, volatile=True)
     use = (1 - (calls // 2) % 2).to(tl.int64) << 31  # mailboxes begin with 0 in this bit
     place = (calls % 2) * RANKS * box.rows + t  # of rank 0
@@ -36,16 +36,15 @@ def _gather_maxima_kernel(maxima_ptr, out_ptr, box, P, first, RANKS: tl.constexp
     missing = 0
     for source in tl.static_range(RANKS):
         ptr = box.memory + (place + source * box.rows) * box.width
-        value, loads = tl.where(rank == source, largest | use, largest | (use ^ USE)), 0
+        value, loads, sign, spins = tl.where(rank == source, largest | use, largest | (use ^ USE)), 0, 0, limit
         while ((value & USE) != use) & (loads < spins):
             value = tl.load(ptr, volatile=True)
             loads += 1
-            spins = unless_stopped(stopped, loads, spins)
+            spins, sign = extended(spins, sign, loads, rank, signs, box, RANKS)
         tl.store(out_ptr + t * RANKS + source, value & ~USE)
         missing = tl.where((value & USE) == use, missing, 1)
     tl.store(box.calls + t, calls + 1)
-    if missing != 0:
-        tl.store(box.failed, 1)
+    give_up(missing, rank, signs, box)
 
 
 def gather_maxima(maxima: Tensor, peers: Peers, first: int, out: Tensor | None = None, *, check: bool = True) -> Tensor:

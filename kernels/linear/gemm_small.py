@@ -146,6 +146,7 @@ def _gemm_small_kernel(x, weight, weight_ptr, ep, out_ptr, sums_ptr, counters_pt
     stored = (n[:, None] < N) & (t[None, :] < T)
     at = t[None, :] * N + n[:, None]
     of_rows = load_rows(ep, n[:, None], n[:, None] < N, N, not BLOCKS)
+    HALF: tl.constexpr = "gate" if GATED else None
     if added is not None:
         added_steps = tl.where(part == C.SPLIT - 1, tl.load(added.steps), 0)
     if PDL:
@@ -157,9 +158,9 @@ def _gemm_small_kernel(x, weight, weight_ptr, ep, out_ptr, sums_ptr, counters_pt
             tl.extra.cuda.gdc_wait()
         else:  # x is complete, see `low_rank`
             for i in range(added_steps):
-                touch_low_rank(added, i, n, N, 0, C.LOW_RANK_BLOCK)
+                touch_low_rank(added, i, n, N, HALF, C.LOW_RANK_BLOCK)
                 if GATED:
-                    touch_low_rank(added, i, n, N, N, C.LOW_RANK_BLOCK)
+                    touch_low_rank(added, i, n, N, "up", C.LOW_RANK_BLOCK)
     of_tokens = load_tokens(ep, t[None, :], t[None, :] < T, not BLOCKS)
     if not C.TMA:
         x_ptrs = x + tl.minimum(t, T - 1)[:, None] * C.K + k[None, :]
@@ -202,10 +203,10 @@ def _gemm_small_kernel(x, weight, weight_ptr, ep, out_ptr, sums_ptr, counters_pt
         if PDL:
             tl.extra.cuda.gdc_wait()
         for i in tl.range(0, added_steps, num_stages=C.BLOCK_K // 32 if C.BLOCK_K >= 64 else 1):
-            y, b = low_rank_step(added, i, t, n, T, N, 0, C.LOW_RANK_BLOCK)
+            y, b = low_rank_step(added, i, t, n, T, N, HALF, C.LOW_RANK_BLOCK)
             acc = tl.dot(b, y.T, acc, input_precision="ieee")
             if GATED:
-                _, b = low_rank_step(added, i, t, n, T, N, N, C.LOW_RANK_BLOCK)
+                _, b = low_rank_step(added, i, t, n, T, N, "up", C.LOW_RANK_BLOCK)
                 acc_up = tl.dot(b, y.T, acc_up, input_precision="ieee")
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # after the last reads, see `pdl`

@@ -42,21 +42,22 @@ class Norm(NamedTuple):
 class LowRank(NamedTuple):
     """What a product adds for the LoRA adapters of its rows: y · bᵀ, as if K had more columns. `kernels/adapters` makes it.
 
-    The columns of `b` are those of one place of an adapter after the other. A step takes `LOW_RANK_BLOCK` of them.
+    The columns of `b` are those of one module after the other, of a module those of each place. A step takes `LOW_RANK_BLOCK`.
 
     Attributes:
         y: [T, columns of all steps], of x's dtype, 0 in columns of other adapters than the row's.
-        b: [rows of the weight, places · width], as `AdapterWeights.b`, finite.
+        b: [rows of the weight, columns of all modules], as `AdapterWeights.b`, finite.
         adapters: [T] int32, the place of each row's adapter; −1: none.
         steps: int32: how many steps there are, then the block of columns of `b` of each.
-        width: columns of `b` of one place. y_stride, b_stride: of rows.
+        rank, module: columns of `b` of one place of a module, and of a module. y_stride, b_stride: of rows.
     """
 
     y: Tensor
     b: Tensor
     adapters: Tensor
     steps: Tensor
-    width: int
+    rank: int
+    module: int
     y_stride: int
     b_stride: int
 

@@ -85,13 +85,14 @@ class Adapters:
         sizes = (len(p.linear.modules) * (p.linear.in_features + p.linear.out_features) for p in self._linears)
         return self.places * (sum(sizes) * self.rank * dtype.itemsize + 4 * self._count)
 
-    def widths(self) -> list[int]:
-        """Columns of B that an adapter of each linear has."""
-        return [len(place.linear.modules) * self.rank for place in self._linears]
+    @property
+    def modules(self) -> int:
+        """The most modules of a linear."""
+        return max((len(place.linear.modules) for place in self._linears), default=0)
 
     def activation_values(self) -> int:
         """Values of a token's y."""
-        return most_steps(max(self.widths(), default=0), self.places) * LOW_RANK_BLOCK
+        return most_steps(self.modules, self.rank, self.places) * LOW_RANK_BLOCK
 
     def allocate(self) -> None:
         """Reserve memory on the model's device, and attach it to the linears. Their layers have implementations."""
@@ -105,8 +106,8 @@ class Adapters:
                 raise UnsupportedError(what, where=layer, expected=" or ".join(sorted(BUILT_IN)), hint=hint)
             P, context = len(linear.modules), layers[layer].context
             weights = AdapterWeights(
-                torch.zeros(places, P, rank, linear.in_features, dtype=dtype, device=device),
-                torch.zeros(linear.out_features, places * P * rank, dtype=dtype, device=device),
+                torch.zeros(P, places, rank, linear.in_features, dtype=dtype, device=device),
+                torch.zeros(linear.out_features, P * places * rank, dtype=dtype, device=device),
                 self._scales[:, first : first + P],
             )  # fmt: skip
             workspace = context.workspace if implementation == "triton" else None
@@ -205,13 +206,13 @@ class Adapters:
         scales = torch.zeros(self._count)
         for linear, _, _, first in self._linears:
             weights: AdapterWeights = linear.adapters.weights
-            b = weights.b.view(linear.out_features, self.places, -1, self.rank)[:, to]
+            b = weights.b.view(linear.out_features, -1, self.places, self.rank)[:, :, to]
             for number, module in enumerate(linear.modules):
                 if (adapter := linears.get(module)) is None:
                     continue
                 scales[first + number], rank = adapter.scaling, adapter.rank
-                weights.a[to, number, :rank].copy_(adapter.a, non_blocking=True)
-                weights.a[to, number, rank:].zero_()
+                weights.a[number, to, :rank].copy_(adapter.a, non_blocking=True)
+                weights.a[number, to, rank:].zero_()
                 start = 0
                 for part in linear.parts:
                     if part.name == module:

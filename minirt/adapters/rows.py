@@ -1,6 +1,5 @@
 """`StepAdapters`: the adapters of a step's rows, and what layers add for them."""
 
-from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +14,7 @@ from minirt.kernels.step.table import ADAPTER, StepTensors
 from minirt.modeling.parameters import PackedLinear
 
 if TYPE_CHECKING:
+    from minirt.adapters.adapters import Adapters
     from minirt.kernels.linear.dispatch import LowRankOf
 
 
@@ -70,40 +70,38 @@ class StepAdapters:
     """Static buffers for the adapters of a step's rows. On a GPU, CUDA graphs fill them by kernels.
 
     Args:
-        places: adapters on the device.
+        adapters: of the model.
         tokens, rows: of the largest step, padding included: tokens, and rows of logits.
-        widths: those of the model's linears.
     """
 
-    def __init__(self, places: int, tokens: int, rows: int, device: torch.device, widths: Sequence[int]) -> None:
-        self._places, self._widths = places, sorted(set(widths))
+    def __init__(self, adapters: "Adapters", tokens: int, rows: int, device: torch.device) -> None:
+        self._modules, self._of = range(1, adapters.modules + 1), (adapters.rank, adapters.places)
         self._kernels: Any = None
         if is_nvidia(device):
             from minirt.kernels.adapters import rows as kernels
 
             self._kernels = kernels
             self._adapters, self._of_rows = (torch.zeros(n, dtype=torch.int32, device=device) for n in (tokens, rows))
-            self._on_device = torch.tensor(self._widths, dtype=torch.int32, device=device)
-            most = most_steps(max(self._widths), places)
-            self._steps = torch.zeros(len(self._widths), 1 + most, dtype=torch.int32, device=device)
-            self._by_width = dict(zip(self._widths, self._steps, strict=True))
+            most = most_steps(adapters.modules, *self._of)
+            self._steps = torch.zeros(2, adapters.modules, 1 + most, dtype=torch.int32, device=device)
+            self._by_modules = [dict(zip(self._modules, steps, strict=True)) for steps in self._steps]
 
     def of(self, tokens: int, rows: int) -> BatchAdapters:
         """The buffers of a step of this size. On a GPU."""
-        of_tokens, of_rows = self._adapters[:tokens], self._of_rows[:rows]
-        return BatchAdapters(AdapterRows(of_tokens, self._by_width), AdapterRows(of_rows, self._by_width))
+        buffers = self._adapters[:tokens], self._of_rows[:rows]
+        return BatchAdapters(*map(AdapterRows, buffers, self._by_modules))
 
     def begin(self, table: Tensor, step: StepTensors) -> BatchAdapters:
         """The rows of a step, from the table of slots and the step's input. On a GPU, they are in the buffers."""
         tokens, rows = len(step.tokens), len(step.logits_indices)
         if self._kernels is None:
             adapters = reference.adapters_of(table, ADAPTER, step.seq_slots, step.query_starts, tokens)
-            steps = {width: reference.used_steps(adapters, width, self._places) for width in self._widths}
-            return BatchAdapters(AdapterRows(adapters, steps), AdapterRows(adapters[step.logits_indices], steps))
+            return BatchAdapters(self._rows(adapters), self._rows(adapters[step.logits_indices]))
         view = self.of(tokens, rows)
         adapters = view.tokens.adapters
         self._kernels.adapters_of(table, ADAPTER, step.seq_slots, step.query_starts, adapters)
-        self._kernels.used_steps(
-            adapters, step.logits_indices, view.rows.adapters, self._on_device, self._widths[-1], self._places, self._steps
-        )
+        self._kernels.used_steps(adapters, step.logits_indices, view.rows.adapters, *self._of, self._steps)
         return view
+
+    def _rows(self, adapters: Tensor) -> AdapterRows:
+        return AdapterRows(adapters, {count: reference.used_steps(adapters, count, *self._of) for count in self._modules})

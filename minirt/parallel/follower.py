@@ -22,12 +22,15 @@ from minirt.generator import Generator
 from minirt.loading.options import LoadOptions
 from minirt.modeling.parameters import Shard
 from minirt.parallel.messages import Ring, unpack
-from minirt.parallel.ranks import BEAT_SECONDS, Ranks, StepRefused, failed
+from minirt.parallel.ranks import BEAT_SECONDS, Ranks, StepRefused, failed, signs_in
 from minirt.user_code import import_file
 
 
 class _Leader:
     """The connection to rank 0."""
+
+    signs: Any = None  # signs of life of all ranks, once their memory is known; that of rank 0 is that its process is there
+    rank = 0
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
@@ -54,6 +57,8 @@ class _Leader:
         while os.getppid() == parent:
             try:
                 self._socket.sendall(b"\n")
+                if self.signs is not None:
+                    self.signs[[0, self.rank]] += 1
             except OSError:
                 break
             time.sleep(BEAT_SECONDS)
@@ -95,8 +100,10 @@ def main(descriptor: int, memory: int) -> int:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # what PyTorch allocates by itself is there, too
         ring = Ring(ranks - 1, memory)
+        signs = signs_in(ring, ranks)
+        leader.rank, leader.signs = start["rank"], signs[1]
         leader.say("ready")
-        this = Ranks(Shard(start["rank"], ranks), device, start["folder"])
+        this = Ranks(Shard(start["rank"], ranks), device, start["folder"], signs)
         generator = Generator._of_rank(options, this)
         leader.say("serving")
         follow(generator._engine.engine._runner, ring, start["rank"] - 1, leader)

@@ -15,6 +15,7 @@ import numpy as np
 from minirt.step import plan, rules
 
 _BYTES = 16 << 20  # of the ring; longer messages are read while they are written
+_PAGE = mmap.PAGESIZE
 _PLACES = 64  # 8-byte counters before it: bytes written, then those that each rank has read
 _COUNTER, _LENGTH = struct.Struct("<Q"), struct.Struct("<I")
 _KINDS: list[type] = [  # of which a plan consists, beside Python's own
@@ -71,6 +72,9 @@ class Ring:
 
     The writer tells readers over another channel that there is something, which also orders the writes.
 
+    Attributes:
+        page: of the same memory, for what is no message; 0 at first.
+
     Args:
         descriptor: of the memory, in a reader; None: new memory.
     """
@@ -83,9 +87,10 @@ class Ring:
             else:
                 descriptor, path = tempfile.mkstemp()
                 os.unlink(path)
-            os.ftruncate(descriptor, 8 * _PLACES + _BYTES)
+            os.ftruncate(descriptor, _PAGE + 8 * _PLACES + _BYTES)
         self.descriptor = descriptor
-        self._memory = mmap.mmap(descriptor, 8 * _PLACES + _BYTES)
+        self.page = mmap.mmap(descriptor, _PAGE)
+        self._memory = memoryview(mmap.mmap(descriptor, _PAGE + 8 * _PLACES + _BYTES))[_PAGE:]
 
     def _count(self, place: int) -> int:
         return _COUNTER.unpack_from(self._memory, 8 * place)[0]

@@ -73,9 +73,9 @@ class Ranks:
     runner = RankRunner
     _step_bytes = 0  # of the largest step, by this rank's memory plan
 
-    def __init__(self, shard: Shard, device: torch.device, folder: str) -> None:
+    def __init__(self, shard: Shard, device: torch.device, folder: str, signs: Tensor) -> None:
         self.shard, self.device = shard, device
-        self.reduction = Reduction(shard.rank, shard.ranks, device, folder)
+        self.reduction = Reduction(shard.rank, shard.ranks, device, folder, signs)
 
     def prepare(self, model: Any) -> None:
         """Reserve memory for what ranks exchange in steps of this model. All ranks call it."""
@@ -189,6 +189,11 @@ def plain_options(options: LoadOptions) -> dict[str, Any]:
     return plain
 
 
+def signs_in(ring: Ring, ranks: int) -> Tensor:
+    """`Peers.signs`, in the memory that the ranks share."""
+    return torch.frombuffer(ring.page, dtype=torch.int32, count=2 * ranks).view(2, ranks)
+
+
 def device_of(rank: int, first: torch.device, ranks: int) -> torch.device:
     """The device of a rank: GPUs in order, from that of rank 0 on; on a CPU, all have the same."""
     if first.type != "cuda":
@@ -215,6 +220,7 @@ class Leader(Ranks):
         self.failure: MinirtError | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="minirt-")
         self._ring = Ring(ranks - 1)
+        self._signs = signs_in(self._ring, ranks)
         self._sockets, self._processes = list[socket.socket](), list[subprocess.Popen]()
         self._said = [b""] * (ranks - 1)  # of each rank, what is no whole line yet
         self._states, self._beats = [""] * (ranks - 1), [0.0] * (ranks - 1)
@@ -230,7 +236,7 @@ class Leader(Ranks):
         threading.Thread(target=_watch, args=(weakref.ref(self), self._sockets), name="minirt-ranks", daemon=True).start()
         with self:
             self._until("ready", START_SECONDS)
-            super().__init__(Shard(0, ranks), torch.device(devices[0]), self._folder.name)
+            super().__init__(Shard(0, ranks), torch.device(devices[0]), self._folder.name, self._signs)
 
     def _until(self, state: str, seconds: float) -> None:
         """Wait until all ranks have said this."""
@@ -246,8 +252,11 @@ class Leader(Ranks):
         return f"--tensor-parallel {1 + len(self._processes)}"
 
     def check(self) -> None:
+        if self.failure is None and not self._closed and self._signs[0, 0]:
+            self._end_after(RankFailedError(f"a rank has not answered for {SILENT_SECONDS:g} s", where=self._place))
         if self.failure is not None:
-            raise self.failure.copy()
+            with self._changed:  # `_fail` first ends what waits on this device, before which no CUDA graph can be dropped
+                raise self.failure.copy()
 
     def step(self, what: str, value: Any) -> AbstractContextManager[Any]:
         return self._step(what, value)
@@ -277,7 +286,7 @@ class Leader(Ranks):
         with self._changed:
             self._changed.wait_for(lambda: self.failure is not None, 2 * BEAT_SECONDS)
         if self.failure is None:
-            self._fail(failed(error).within("rank 0"))
+            self._fail(error if isinstance(error, RankFailedError) else failed(error).within("rank 0"))
         failure = self.failure.copy() if self.failure is not None else RankFailedError("a rank failed")
         raise failure from error
 
@@ -297,15 +306,16 @@ class Leader(Ranks):
             if self.failure is not None or self._closed:
                 return
             self.failure = error
+            self._signs[0, 0] = 1  # ends the waits
             self._changed.notify_all()
-        _kill(self._processes, [])
-        self._abort()
+            _kill(self._processes, [])
+            self._abort()
 
     def _abort(self) -> None:
         """End what waits for other ranks on a GPU. In a thread: the driver may wait for CUDA graphs that still exist."""
         if (reduction := getattr(self, "reduction", None)) is not None and self.device.type == "cuda":
             (thread := threading.Thread(target=reduction.abort, daemon=True)).start()
-            thread.join(5.0)
+            thread.join(3.0)
             if thread.is_alive():
                 atexit.register(_leave, thread)
 

@@ -23,7 +23,6 @@ _ENVIRONMENT = {
 }  # fmt: skip
 _LIMIT = timedelta(hours=1)  # that ranks wait for each other: loading takes long, and `Leader` finds out sooner if one has ended
 _ROWS = 4096  # of a sum that a kernel computes, over the number of ranks, whose parts it receives; NCCL adds more rows
-_SPINS = 1 << 26  # loads until such a kernel gives up: longer than `Leader` takes to find out
 
 
 class Reduction:
@@ -36,9 +35,11 @@ class Reduction:
 
     Args:
         folder: of the file through which the ranks find each other.
+        signs: of all ranks, see `Peers`, in memory that they share; a page of it.
     """
 
-    def __init__(self, rank: int, ranks: int, device: torch.device, folder: str) -> None:
+    def __init__(self, rank: int, ranks: int, device: torch.device, folder: str, signs: Tensor) -> None:
+        self._signs = signs
         self.ranks, self._rank, self._device, self._paused = ranks, rank, device, False
         self._rows, self.sums = _ROWS // ranks, 0
         self._peers: Any = None  # `kernels.collectives.peers.Peers`, of sums
@@ -66,11 +67,12 @@ class Reduction:
     def prepare(self, hidden: int, dtype: torch.dtype) -> None:
         """Reserve memory for the kernel that adds few rows of `hidden` channels. All ranks call it."""
         if self._device.type == "cuda" and triton_installed():
-            from minirt.kernels.collectives.peers import connect
+            from minirt.kernels.collectives.peers import connect, pin
 
             try:
-                self._peers = connect(self._group, self._rows, hidden, dtype, self._device, _SPINS)
-                self._of_maxima = connect(self._group, self._rows, 1, torch.int64, self._device, _SPINS)
+                pin(self._signs)
+                self._peers = connect(self._group, self._rows, hidden, dtype, self._device, self._signs)
+                self._of_maxima = connect(self._group, self._rows, 1, torch.int64, self._device, self._signs)
             except UnsupportedError as error:
                 warn(f"NCCL adds what the GPUs have computed, which is slower: {error}", RuntimeWarning)
 
@@ -139,9 +141,8 @@ class Reduction:
         if self._aborted:
             return
         self._aborted = True
+        self._signs[0, self._rank] = 1  # ends the waits of kernels
         with torch.cuda.device(self._device):
-            for peers in filter(None, (self._of_maxima, self._peers)):
-                peers.stop()
             self._group.abort()
             dist.destroy_process_group()
 

@@ -1,6 +1,8 @@
 """Steps with adapters as on a GPU, without one: see `engine/test_graph_steps.py`."""
 
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from minirt.adapters.files import Adapter, Linear
 from minirt.engine.execute import step_buffers, step_graphs
 from minirt.engine.limits import EngineLimits, EngineOptions
 from minirt.engine.request import Request
+from minirt.kernels.adapters import reference
+from minirt.kernels.step.table import ADAPTER
 from minirt.sampling_params import SamplingParams, resolve
 from minirt.step.kv_cache import KVCache
 
@@ -61,3 +65,22 @@ def test_static_buffers_give_the_tokens_of_other_steps(monkeypatch):
     made, graphs = run(model_with_adapters("triton"), True, names)
     assert made == expected
     assert {bucket.adapted for bucket in graphs.captured} == {False, True}
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_rows_of_logits_have_steps_of_their_adapters(monkeypatch, kernels):
+    """Catches rows after `Select` with blocks that only other tokens of the step use. Their y has no columns for these."""
+    monkeypatch.setattr(rows, "is_nvidia", lambda device: kernels)
+    table = torch.full((2, 8), -1, dtype=torch.int32)
+    table[:, ADAPTER] = torch.tensor([0, 7])
+    ints = partial(torch.tensor, dtype=torch.int32)
+    step = SimpleNamespace(
+        tokens=torch.zeros(3), seq_slots=ints([0, 1]), query_starts=ints([0, 2, 3]), logits_indices=torch.tensor([2])
+    )
+    adapters = rows.StepAdapters(SimpleNamespace(modules=2, rank=48, places=8), 4, 2, torch.device("cpu"))
+    batch = adapters.begin(table, step)
+    for made, wanted in ((batch.tokens, [0, 0, 7]), (batch.rows, [7])):
+        assert made.adapters.tolist() == wanted
+        for modules in (1, 2):
+            steps = reference.used_steps(ints(wanted), modules, 48, 8)[: 1 + int(made.steps[modules][0])].tolist()
+            assert made.steps[modules][: len(steps)].tolist() == steps

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from types import SimpleNamespace
 
 import psutil
@@ -204,6 +205,32 @@ def test_a_rank_that_ends_or_stops_ends_the_engine(how, words, folder, monkeypat
     assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
+def test_waits_on_the_device_end_before_a_failure_is_known():
+    """Catches a thread that hears of a failure and drops a CUDA graph, which holds the GIL, while that graph waits for a rank."""
+    order, leader = list[str](), object.__new__(ranks.Leader)
+
+    def hear():
+        try:
+            while True:
+                leader.check()
+        except RankFailedError:
+            order.append("known")
+
+    hearing = threading.Thread(target=hear)
+
+    class Signs(dict):
+        def __setitem__(self, place, value):
+            hearing.join(0.2)
+            order.append("stopped")
+
+    leader.failure, leader._closed, leader._changed, leader._processes = None, False, threading.Condition(), []
+    leader.device, leader._signs = torch.device("cpu"), Signs({(0, 0): 0})
+    hearing.start()
+    leader._fail(RankFailedError("a rank failed"))
+    hearing.join()
+    assert order == ["stopped", "known"]
+
+
 def test_a_gpu_that_never_ends_a_step_is_not_waited_for(folder, monkeypatch):
     """Catches a wait within the driver, which no error of another rank would end."""
     generator = Generator.from_pretrained(folder, tensor_parallel=2, **OPTIONS)
@@ -211,7 +238,7 @@ def test_a_gpu_that_never_ends_a_step_is_not_waited_for(folder, monkeypatch):
 
     class Never:
         def query(self):
-            if process.is_running():
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
             return False
 

@@ -40,8 +40,10 @@ def check(folder, count, prompts=PROMPTS, **options):
     """All ranks give the tokens of one, and the logits up to rounding, the same bits on each rank."""
     whole, expected, nbytes = computed(folder, options, prompts)
     with TemporaryDirectory() as meeting, ThreadPoolExecutor(count) as pool:
+        signs = torch.zeros(2, count, dtype=torch.int32)
+
         def rank(number):
-            return computed(folder, options, prompts, Ranks(Shard(number, count), torch.device("cpu"), meeting))
+            return computed(folder, options, prompts, Ranks(Shard(number, count), torch.device("cpu"), meeting, signs))
 
         ranks = list(pool.map(rank, range(count)))
     for tokens, logits, share in ranks:

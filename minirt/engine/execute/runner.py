@@ -145,7 +145,7 @@ class Runner:
         self.adapters: StepAdapters | None = None  # the rows of a step with adapters
         if isinstance(model, Model) and model.adapters is not None:
             most = max(draws, rows, limits.max_logits_rows)
-            self.adapters = StepAdapters(model.adapters.places, tokens, most, device, model.adapters.widths())
+            self.adapters = StepAdapters(model.adapters, tokens, most, device)
         self.graphs = StepGraphs(self, buckets)
 
     def start(self, plan: StepPlan) -> StartedStep:

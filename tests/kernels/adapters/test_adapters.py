@@ -25,13 +25,13 @@ def weights_of(parts, K, dtype, R=32):
     """Adapters of five places. Of a module without one (rank 0), the weights are those of another adapter."""
     P, N, S = 1 + max(part[2] for part in parts), parts[-1][1], len(RANKS)
     random = torch.Generator().manual_seed(7)
-    a, b = torch.randn(S, P, R, K, generator=random) / K**0.5, torch.zeros(N, S, P, R)
-    ranks = torch.tensor([[RANKS[(place + 2 * module) % S] for module in range(P)] for place in range(S)])
+    a, b = torch.randn(P, S, R, K, generator=random) / K**0.5, torch.zeros(N, P, S, R)
+    ranks = torch.tensor([[-(-RANKS[(place + 2 * module) % S] * R // 32) for module in range(P)] for place in range(S)])
     for place in range(S):
         for start, end, module in parts:
             rank = int(ranks[place, module]) or 3
-            a[place, module, rank:] = 0
-            b[start:end, place, module, :rank] = torch.randn(end - start, rank, generator=random)
+            a[module, place, rank:] = 0
+            b[start:end, module, place, :rank] = torch.randn(end - start, rank, generator=random)
     scales = torch.zeros(S, P + 3)[:, :P]  # as in an engine, rows of these are apart
     scales.copy_((torch.rand(S, P, generator=random) + 0.5) * (ranks > 0))
     stored = torch.zeros(S, P + 3, device=DEVICE)
@@ -40,21 +40,22 @@ def weights_of(parts, K, dtype, R=32):
 
 
 def truth(x, w, adapters, base, norm, eps, activation, parts):
-    x, out, (S, P, R, _) = x.double(), base.double().clone(), w.a.shape
-    b = w.b.double().view(len(w.b), S, P, R)
+    x, out, (P, S, R, _) = x.double(), base.double().clone(), w.a.shape
+    b = w.b.double().view(len(w.b), P, S, R)
     for t, adapter in enumerate(adapters.tolist()):
         if adapter < 0:
             continue
         h = x[t] if norm is None else x[t] / (x[t].square().mean() + eps).sqrt() * norm.double()
         for start, end, module in parts:
             if w.scales[adapter, module]:
-                y = w.a[adapter, module].double() @ h
-                out[t, start:end] += w.scales[adapter, module].double() * (b[start:end, adapter, module] @ y)
+                y = w.a[module, adapter].double() @ h
+                out[t, start:end] += w.scales[adapter, module].double() * (b[start:end, module, adapter] @ y)
     return out if activation is None else ACTIVATE[activation](out.chunk(2, 1)[0]) * out.chunk(2, 1)[1]
 
 
 def rows_of(adapters, w):
-    return AdapterRows(adapters, {w.width: reference.used_steps(adapters, w.width, w.a.shape[0])})
+    P, S, R, _ = w.a.shape
+    return AdapterRows(adapters, {P: reference.used_steps(adapters, P, R, S)})
 
 
 def drawn(T, K, N, dtype, normed, seed):
@@ -92,11 +93,14 @@ def test_against_one_row_at_a_time(T, K, parts, activation, normed):
         assert torch.equal(ours, again)
 
 
-# For each kernel of linears; columns that cut its tiles between modules; enough of them for a split of K, and for strips.
+# For each kernel of linears; columns that cut its tiles between modules; enough of them for a split of K, and for strips. Last,
+# ranks other than 32, with which blocks of columns are of one place, or of several, or of two modules.
 PRODUCTS = [
     (1, 576, QKV, None), (1, 1100, GATED, "silu"), (1, 97, [(0, 40, 0)], None), (3, 576, QKV, None), (40, 1088, GATED, "silu"),
     (64, 1152, [(0, 256, 0)], None), (150, 320, [(0, 200, 0), (200, 264, 1), (264, 328, 2)], None),
     (200, 328, [(0, 96, 0), (96, 192, 1)], "gelu"), (130, 2304, [(0, 136, 0)], None),
+    (1, 64, QKV, None, 16), (1, 72, QKV, None, 48), (1, 64, GATED, "silu", 80), (1, 64, [(0, 48, 0), (48, 96, 0)], "silu", 48),
+    (3, 64, GATED, "silu", 48), (20, 64, [(0, 48, 0), (48, 96, 0)], "silu", 16), (130, 64, GATED, "silu", 80),
 ]  # fmt: skip
 LARGE = [
     (2048, 2304, [(0, 3584, 0), (3584, 4096, 1), (4096, 4608, 2)], None), (500, 1024, [(0, 4000, 0), (4000, 8000, 1)], "silu"),
@@ -104,13 +108,14 @@ LARGE = [
 
 
 @pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize(("T", "K", "parts", "activation"), PRODUCTS + LARGE * (DEVICE == "cuda"))
-def test_in_the_product(T, K, parts, activation, alone):
+@pytest.mark.parametrize("case", PRODUCTS + LARGE * (DEVICE == "cuda"))
+def test_in_the_product(case, alone):
     """Catches columns of another module or place, steps that only some programs of a tile take, a sum that the root mean square
     divides twice or not at all, one that enters after the activation or is added by each part of K, and rows without an adapter
     that get one. `alone`: one adapter for all rows."""
+    T, K, parts, activation, *rank = case
     for dtype in DTYPES:
-        w, N, workspace = weights_of(parts, K, dtype), parts[-1][1], Workspace(DEVICE)
+        w, N, workspace = weights_of(parts, K, dtype, *rank), parts[-1][1], Workspace(DEVICE)
         x, residual, norm, adapters = drawn(T, K, N, dtype, activation is not None or T % 2 == 1, K + T)
         if alone:
             adapters.fill_(2 if T > 1 else -1)
@@ -180,7 +185,7 @@ def test_no_row_gets_what_another_adapter_has():
     """Catches a row whose values change with the adapters of its neighbours, which have large weights."""
     w, workspace = weights_of(QKV, 96, torch.float32), Workspace(DEVICE)
     x, base, _, _ = drawn(20, 96, 131, torch.float32, False, 5)
-    w.a[1], w.b.view(131, len(RANKS), -1)[:, 1] = 1e18, 1e18
+    w.a[:, 1], w.b.view(131, 3, len(RANKS), -1)[:, :, 1] = 1e18, 1e18
     adapters = torch.tensor([1, 2] * 10, dtype=torch.int32, device=DEVICE)
     together = triton_kernels.add_adapters(x, w, rows_of(adapters, w), base.clone(), workspace=workspace)
     adapters[::2] = -1
@@ -188,23 +193,25 @@ def test_no_row_gets_what_another_adapter_has():
     assert torch.equal(alone[1::2], together[1::2])
 
 
-@pytest.mark.parametrize(("T", "places", "widths"), [(1, 1, [16]), (16, 3, [16, 48]), (300, 8, [48, 64, 768]), (700, 2, [32])])
-def test_the_used_steps(T, places, widths):
-    """Catches a block whose adapter a row has and that is left out, old ones that stay, and rows in another order."""
+@pytest.mark.parametrize(("T", "places", "P", "R"), [(1, 1, 1, 16), (16, 3, 3, 16), (300, 8, 4, 48), (700, 2, 2, 128)])
+def test_the_used_steps(T, places, P, R):
+    """Catches a block whose adapter a row has and that is left out, old ones that stay, rows in another order, and blocks that
+    other tokens than `rows` use among those of `rows`, whose y may have no columns for them."""
     from minirt.kernels.adapters import rows as kernels
 
-    random, most = torch.Generator().manual_seed(T), most_steps(max(widths), places)
+    random, most = torch.Generator().manual_seed(T), most_steps(P, R, places)
     adapters = torch.randint(-1, places, (T,), generator=random, dtype=torch.int32)
     adapters[adapters == places // 2] = -1  # one that nobody has
-    rows = torch.randperm(T, generator=random)[: max(1, T // 3)]
-    steps = torch.full((len(widths), 1 + most), -7, dtype=torch.int32, device=DEVICE)
+    rows = torch.randperm(T, generator=random)[: -(-T // 3) % 100]
+    steps = torch.full((2, P, 1 + most), -7, dtype=torch.int32, device=DEVICE)
     of_rows = torch.full((len(rows),), -9, dtype=torch.int32, device=DEVICE)
-    on_device = torch.tensor(widths, dtype=torch.int32, device=DEVICE)
-    kernels.used_steps(adapters.to(DEVICE), rows.to(DEVICE), of_rows, on_device, max(widths), places, steps)
+    kernels.used_steps(adapters.to(DEVICE), rows.to(DEVICE), of_rows, R, places, steps)
     assert of_rows.tolist() == adapters[rows].tolist()
-    for width, made in zip(widths, steps.tolist(), strict=True):
-        wanted = reference.used_steps(adapters, width, places).tolist()
-        assert made[: 1 + wanted[0]] == wanted[: 1 + wanted[0]]
+    for chosen, made in zip((adapters, adapters[rows]), steps.tolist(), strict=True):
+        for modules, of in enumerate(made, 1):
+            wanted = reference.used_steps(chosen, modules, R, places).tolist()
+            assert wanted[0] <= most_steps(modules, R, places, len(chosen))
+            assert of[: 1 + wanted[0]] == wanted[: 1 + wanted[0]]
 
 
 def test_the_adapter_of_each_token():

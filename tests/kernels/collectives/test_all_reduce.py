@@ -1,5 +1,8 @@
 """Sums over ranks. Each rank runs alone, with what the others store already in its mailbox; in `test_ranks.py` all together."""
 
+import itertools
+import threading
+
 import pytest
 import torch
 from support.raising import raises
@@ -103,6 +106,31 @@ def test_a_part_that_does_not_arrive_is_noticed(make, device):
     world.stored(1, 2, 0, 2, 48)[1, 47] = world.empty
     kernel.all_reduce(parts[1], peers, residual)
     assert peers.mailbox.failed.item()
+
+
+def test_a_wait_goes_on_while_all_others_give_signs_of_life(make):
+    """Catches a wait that gives up while the others live, and one that goes on although one of them is silent."""
+    parts, residual = inputs(make, 3, 1, 16, torch.float32)
+    for silent in (None, 2):
+        world = Ranks(3, 1, 16, torch.float32, "cpu", spins=1030)
+        peers, ended = world.peers[1], threading.Event()
+        peers.signs[1] = 5
+
+        def live(world=world, peers=peers, silent=silent, ended=ended):
+            for i in itertools.count():
+                for rank in {0, 2} - {silent}:
+                    peers.signs[1, rank] += 1
+                if ended.wait(0.0005):
+                    return
+                if silent is None and i == 500:
+                    world.deliver(1, parts, 0)
+
+        living = threading.Thread(target=live)
+        living.start()
+        kernel.all_reduce(parts[1].cpu(), peers, residual.cpu())
+        ended.set()
+        living.join()
+        assert bool(peers.mailbox.failed) == bool(peers.signs[0, 1]) == (silent is not None)
 
 
 def test_the_host_ends_a_wait(make, device):

@@ -577,8 +577,8 @@ def all_adapters(calls: Calls) -> None:
     empty, ints, places, R = calls.empty, calls.ints, 8, 64
     for T in (1, 5, 33, 2000):
         for K, N, P in ((HIDDEN, 2 * INTER, 2), (INTER, HIDDEN, 1)):
-            weights = AdapterWeights(empty(places, P, R, K), empty(N, places * P * R), empty(places, P, like=torch.float32))
-            rows = AdapterRows(ints(T), {P * R: ints(1 + most_steps(P * R, places))})
+            weights = AdapterWeights(empty(P, places, R, K), empty(N, P * places * R), empty(places, P, like=torch.float32))
+            rows = AdapterRows(ints(T), {P: ints(1 + most_steps(P, R, places))})
             norm, activation = (empty(K), "silu") if P == 2 else (None, None)
             x, given = empty(T, K), {"workspace": calls.workspace, "pdl": calls.pdl}
             expand.add_adapters(x, weights, rows, empty(T, N), norm, 1e-6, activation, check=False, **given)
@@ -587,8 +587,8 @@ def all_adapters(calls: Calls) -> None:
                 linear.linear_residual(x, empty(N, K), empty(T, N), adapters=added, **given)
             else:
                 linear.norm_gate_up(x, norm, 1e-6, empty(N, K), activation, adapters=added, **given)
-        widths, steps = ints(2), ints(2, 1 + most_steps(128, places))
-        rows_of_adapters.used_steps(ints(T), ints(5, like=torch.int64), ints(5), widths, 128, places, steps)
+        steps = ints(2, 2, 1 + most_steps(2, R, places))
+        rows_of_adapters.used_steps(ints(T), ints(5, like=torch.int64), ints(5), R, places, steps)
     rows_of_adapters.adapters_of(ints(9, 64), 4, ints(5), ints(6), ints(300))
 
 
