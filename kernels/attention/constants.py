@@ -20,6 +20,7 @@ class Constants(NamedTuple):
             of a split.
         SHORTEST, PARTIAL: `shortest` and `partial` of an `AttentionInput`.
         GROUP: query heads that share a KV head.
+        STEP: tokens of a step in an invariant step, of which a block of `prefill_sm90` may have two.
         INVARIANT: whether the order of sums is that of `AttentionInput.invariant`.
     """
 
@@ -40,11 +41,12 @@ class Constants(NamedTuple):
     QUERIES: int = 1
     GROUP: int = 1
     INVARIANT: bool = False
+    STEP: int = 0
 
     @classmethod
     def of(
         cls, a: AttentionInput, BLOCK_M: int = 0, BLOCK_N: int = 0, BLOCK_B: int = 0, SPLIT: int = 0, SHORTEST: int = 0,
-        PARTIAL: int = 0, QUERIES: int = 1,
+        PARTIAL: int = 0, QUERIES: int = 1, STEP: int = 0,
     ) -> "Constants":  # fmt: skip
         """The constants of a launch on these operands."""
         (_, Nq, D), (_, page_size, Nkv, _), raw, row, R = a.out.shape, a.pages.k.shape, False, 0, 0
@@ -52,5 +54,5 @@ class Constants(NamedTuple):
             raw, row, R = True, a.heads.stride(0), a.rope.channels
         return cls(
             Nq, Nkv, D, page_size, next_power_of_2(D), raw, row, R, BLOCK_M, BLOCK_N, BLOCK_B, SPLIT, SHORTEST, PARTIAL,
-            QUERIES, Nq // Nkv, a.invariant,
+            QUERIES, Nq // Nkv, a.invariant, STEP,
         )  # fmt: skip

@@ -46,6 +46,7 @@ from minirt.kernels.special_limits import SPECIAL
 _DECODE = replace(ANY, raw=None, split=1024)
 _SPLITS = SumOrder("steps", splits=True)
 _INVARIANT = replace(_SPLITS, invariant=True)
+_INVARIANT_PROMPTS = SumOrder("steps", invariant=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,9 +97,10 @@ _SM90 = AttentionRegime(
     sums=SumOrder("steps"),
 )  # fmt: skip
 PREFILL = (  # docs/decisions/attention-prefill.md
-    replace(_SM90, first=512, limits=replace(_SM90.limits, head_dims=(128, 256, 512))),
-    replace(_SM90, first=1024, limits=replace(_SM90.limits, head_dims=(64,))),
-    AttentionRegime("prefill", "tokens", 1, launch=prefill.launch, limits=ANY, sums=SumOrder("steps", invariant=True)),
+    replace(_SM90, first=512, limits=replace(_SM90.limits, head_dims=(128,)), sums=_INVARIANT_PROMPTS),
+    replace(_SM90, first=512, limits=replace(_SM90.limits, head_dims=(256, 512))),
+    replace(_SM90, first=1024, limits=replace(_SM90.limits, head_dims=(64,)), sums=_INVARIANT_PROMPTS),
+    AttentionRegime("prefill", "tokens", 1, launch=prefill.launch, limits=ANY, sums=_INVARIANT_PROMPTS),
 )
 PREFILL_SEQUENCES = (Regime("prefill and partial", "sequences", 1, variant=prefill_lookup_size),)
 # Steps of one sequence in which `partial` runs beside `prefill`. (With several sequences it always does, since only the device

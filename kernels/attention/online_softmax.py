@@ -118,7 +118,7 @@ def _loaded(t, limit, oldest):
 
 
 @triton.jit
-def _base(row_max, row_oldest, C):
+def base_of(row_max, row_oldest, C):
     """The numbers to subtract from scores: the row maxima or, if all of a row so far may be hidden, 0 in place of −inf."""
     if row_oldest is None and not C.INVARIANT:
         return row_max
@@ -285,7 +285,7 @@ def fuses(dtype: torch.dtype) -> bool:
 
 
 @triton.jit
-def _rounded(row_max, C):
+def rounded(row_max, C):
     """Row maxima; rounded up in an invariant step, so that rescaling by their differences is exact."""
     if C.INVARIANT:
         return tl.ceil(row_max)
@@ -336,8 +336,8 @@ def attend(q, state, pages, base, slot, t, limit, row_limit, scores, C, MASKED: 
         s, factor = score(tl.dot(q[0], tl.trans(k), input_precision="ieee"), scores.scale, scores)
         if MASKED:
             s = hide(s, t[None, :], row_limit[:, None], row_oldest)
-        new_row_max = tl.maximum(row_max, _rounded(tl.max(s, 1) * factor, C))
-        subtracted = _base(new_row_max, row_oldest, C)
+        new_row_max = tl.maximum(row_max, rounded(tl.max(s, 1) * factor, C))
+        subtracted = base_of(new_row_max, row_oldest, C)
         p = tl.exp2(s * factor - subtracted[:, None])
         rescale = tl.exp2(row_max - subtracted)
         total = _add_weights(total, rescale, p, p.to(pages.v.dtype.element_ty), C)
@@ -362,8 +362,8 @@ def attend(q, state, pages, base, slot, t, limit, row_limit, scores, C, MASKED: 
         s = s * factor + exponent[None, :]
         if MASKED:
             s = hide(s, t[None, :], row_limit[:, None], row_oldest)
-        new_row_max = tl.maximum(row_max, _rounded(tl.max(s, 1) - 15, C))
-        subtracted = _base(new_row_max, row_oldest, C)
+        new_row_max = tl.maximum(row_max, rounded(tl.max(s, 1) - 15, C))
+        subtracted = base_of(new_row_max, row_oldest, C)
         p = tl.exp2(s - subtracted[:, None])
         rescale = tl.exp2(row_max - subtracted)
         weights = p * per_scale[None, :]  # may be too large for fp16

@@ -10,19 +10,24 @@ half as many tokens. `k` and `v` are rings (tiles, full, empty), see `hopper.rin
 Sums of more than 256 channels do not fit in registers. Then a tile has one piece of V's channels, and as many tiles as there are
 pieces compute the same scores: 64 rows of a team with all channels would read K and V more often. K is in pieces, too. Shared
 memory has one block of K and one of V, so the teams compute side by side instead of in turn: each stage is free sooner.
+
+In an invariant step, a block has one or two of the steps that all kernels take then, and the sums of the KV splits before a
+split are in shared memory. `sums` and `ended` are theirs, see `_end_split`; else None and ().
 """
 
+import torch
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from minirt.kernels.attention.constants import Constants
-from minirt.kernels.attention.online_softmax import close, hide, hide_before, score
+from minirt.kernels.attention.online_softmax import add_split, base_of, block_n, close, hide, hide_before, rounded, score
 from minirt.kernels.attention.operands import AttentionInput, prefill_lookup_size
 from minirt.kernels.attention.partial import is_left
 from minirt.kernels.hopper.ring import barriers, release, ring_barriers, wait_empty, wait_full
-from minirt.kernels.hopper.tiles import zero_rows_before, zero_rows_from
+from minirt.kernels.hopper.tiles import halves, zero_rows_before, zero_rows_from
 from minirt.kernels.hopper.tma import CHANNELS, tma_descriptor, tma_load
 from minirt.kernels.launch import sm_count
 from minirt.kernels.prepared import prepared
@@ -32,6 +37,7 @@ ROWS = gl.constexpr(64)  # rows of a team: those of a product of four warps
 STAGES = gl.constexpr(2)  # blocks of K, and of V, in their rings; of heads in pieces: pieces of a block of K
 PIECE = gl.constexpr(256)  # most channels of a tile's sums
 LOWEST = gl.constexpr(-3.4028234663852886e38)  # of fp32
+TOTALS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))  # of invariant totals: 8 equal columns
 
 
 @gluon.constexpr_function
@@ -178,6 +184,63 @@ def _narrow(x, like):
 
 
 @gluon.jit
+def _step_maxima(s, factor, row_max, C):
+    """Row maxima after the scores s of a step, as `online_softmax.attend` computes them."""
+    return gl.maximum(row_max, gl.convert_layout(rounded(gl.max(s, 1) * factor, C), row_max.type.layout))
+
+
+@gluon.jit
+def _step_weights(s, factor, row_max, C):
+    """The weights of a step, in fp32. row_max: after it."""
+    subtracted = gl.convert_layout(base_of(row_max, None, C), gl.SliceLayout(1, s.type.layout))
+    return gl.exp2(s * factor - subtracted[:, None])
+
+
+@gluon.jit
+def _invariant_weights(s, factor, row_max, total, like, C):
+    """A block's weights in the dtype of `like`, row maxima and totals after it, and the factor of the sums before it.
+
+    With two steps, the weights of the first are multiplied by the factor that its sums have after the second. That is exact in
+    bfloat16, whose exponents are those of fp32. (So weights below 2^-126 of the largest are 0.)
+    """
+    if s.shape[1] == C.STEP:
+        new_row_max = _step_maxima(s, factor, row_max, C)
+        p = _narrow(_step_weights(s, factor, new_row_max, C), like)
+    else:
+        left, right = halves(s)
+        middle = _step_maxima(left, factor, row_max, C)
+        new_row_max = _step_maxima(right, factor, middle, C)
+        rescale = gl.exp2(middle - base_of(new_row_max, None, C))
+        left = _step_weights(left, factor, middle, C)
+        left *= gl.convert_layout(rescale, gl.SliceLayout(1, left.type.layout))[:, None]
+        right = _narrow(_step_weights(right, factor, new_row_max, C), like)
+        p = gl.join(_narrow(left, like), right).permute([0, 2, 1]).reshape(s.shape)
+    rescale = gl.exp2(row_max - base_of(new_row_max, None, C))
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.D, 16])
+    p = gl.convert_layout(p, gl.DotOperandLayout(0, SUMS, 2))
+    ones = gl.full([s.shape[1], 8], 1.0, like.dtype, gl.DotOperandLayout(1, TOTALS, 2))
+    total *= gl.convert_layout(rescale, gl.SliceLayout(1, TOTALS))[:, None]
+    total = mma_v2(gl.convert_layout(p, gl.DotOperandLayout(0, TOTALS, 2)), ones, total)
+    return p, new_row_max, total, rescale
+
+
+@gluon.jit
+def _no_splits(sums, zeros):
+    """`ended` and, in shared memory, `sums` before a tile's first split."""
+    LAYOUT: gl.constexpr = zeros.type.layout
+    sums.store(zeros)
+    return gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT)), gl.zeros([ROWS, 1], gl.float32, LAYOUT)
+
+
+@gluon.jit
+def _end_split(sums, ended, row_max, total, acc):
+    """Add a split to those before it, as `prefill` does. `ended`: their row maxima [ROWS], and their totals [ROWS, 1]."""
+    ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    part = gl.convert_layout(row_max, ROW), gl.convert_layout(gl.max(total, 1), ROW)[:, None], (acc,)
+    return add_split((ended[0], ended[1], (sums.load(acc.type.layout),)), part)
+
+
+@gluon.jit
 def _release_last(k, step, q_tiles):
     """Release what `_products` has not released of a block of K."""
     PIECES: gl.constexpr = q_tiles.shape[0] // TEAMS
@@ -185,13 +248,15 @@ def _release_last(k, step, q_tiles):
 
 
 @gluon.jit
-def _next_block(q_tiles, k, v, turns, state, step, round, first, row_limit, scores, TEAM: gl.constexpr, MASKED: gl.constexpr):
+def _next_block(
+    q_tiles, k, v, turns, sums, state, step, round, first, row_limit, scores, C, TEAM: gl.constexpr, MASKED: gl.constexpr
+):
     """Add the product of the previous block's probabilities and its V. Compute the probabilities of this block.
 
-    `state`: the probabilities p, the row maximum, the total and the sums.
+    `state`: the probabilities p, the row maximum, the total and the sums, and `ended`.
     """
     v_tiles, v_full, v_empty = v
-    p, row_max, total, acc = state
+    p, row_max, total, acc, ended = state
     s = _products(q_tiles, k, step, turns, round, TEAM)
     before = wait_full(v_full, step - 1)
     acc = warpgroup_mma(p, v_tiles.index(before), acc, is_async=True)
@@ -202,20 +267,36 @@ def _next_block(q_tiles, k, v, turns, state, step, round, first, row_limit, scor
     s, factor = score(s, scores.scale, scores)
     if MASKED:
         s = _hide(s, first, row_limit, scores.window)
-    new_row_max = gl.maximum(row_max, gl.max(s, 1) * factor)
-    s = gl.exp2(s * factor - new_row_max[:, None])
-    rescale = gl.exp2(row_max - new_row_max)
-    total = total * rescale + gl.sum(s, 1)
+    if C.INVARIANT:
+        opens = first % C.SPLIT == 0
+        weights, new_row_max, new_total, rescale = _invariant_weights(
+            s, factor, gl.where(opens, float("-inf"), row_max), gl.where(opens, 0.0, total), p, C
+        )
+    else:
+        new_row_max = gl.maximum(row_max, gl.max(s, 1) * factor)
+        s = gl.exp2(s * factor - new_row_max[:, None])
+        rescale = gl.exp2(row_max - new_row_max)
+        total = total * rescale + gl.sum(s, 1)
     # Returns at once, but ends the basic block. Otherwise the assembler would move the next wait up, before the softmax.
     wait_full(v_full, step - 1)
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     release(v_empty, step - 1)
-    acc *= gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]
-    return gl.convert_layout(_narrow(s, p), p.type.layout), new_row_max, total, acc
+    if C.INVARIANT:
+        if opens:
+            ended_max, ended_total, whole = _end_split(sums, ended, row_max, total, acc)
+            sums.store(whole[0])
+            ended = ended_max, ended_total
+            acc = gl.zeros_like(acc)
+        else:
+            acc *= gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]
+        return weights, new_row_max, new_total, acc, ended
+    else:
+        acc *= gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]
+        return gl.convert_layout(_narrow(s, p), p.type.layout), new_row_max, total, acc, ended
 
 
 @gluon.jit
-def _attend_tiles(q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scores, sizes, C, TEAM: gl.constexpr):
+def _attend_tiles(q_ptr, results, q_tiles, k, v, turns, cleared, sums, sequences, scores, sizes, C, TEAM: gl.constexpr):
     """Task of one team: its rows of all tiles. Row r of a tile is head r % GROUP of query r // GROUP."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
     PIECES: gl.constexpr = pieces(C.D)
@@ -225,6 +306,8 @@ def _attend_tiles(q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scor
     v_tiles, v_full, v_empty = v
     q_tile = q_tiles.index(TEAM * PIECES)  # also for results
     tiles = sizes[2]
+    if C.INVARIANT:
+        sums = sums.index(TEAM)
     step = 0
     done = 0
     clears = 0
@@ -262,12 +345,19 @@ def _attend_tiles(q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scor
             _release_last(k, step, q_tiles)
             s, factor = score(s, scores.scale, scores)
             s = _hide(s, opening, row_limit, scores.window)
-            row_max = gl.max(s, 1) * factor
-            if scores.window is not None:  # else every row sees a token of the first block, so its row maximum is finite
-                row_max = gl.maximum(row_max, LOWEST)
-            s = gl.exp2(s * factor - row_max[:, None])
-            total = gl.sum(s, 1)
-            p = gl.convert_layout(_narrow(s, q_tile), gl.DotOperandLayout(0, SUMS, 2))
+            if C.INVARIANT:
+                ended = _no_splits(sums, acc)
+                row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+                total = gl.zeros([ROWS, 8], gl.float32, TOTALS)
+                p, row_max, total, _rescale = _invariant_weights(s, factor, row_max, total, q_tile, C)
+            else:
+                ended = ()
+                row_max = gl.max(s, 1) * factor
+                if scores.window is not None:  # else every row sees a token of the first block, so its row maximum is finite
+                    row_max = gl.maximum(row_max, LOWEST)
+                s = gl.exp2(s * factor - row_max[:, None])
+                total = gl.sum(s, 1)
+                p = gl.convert_layout(_narrow(s, q_tile), gl.DotOperandLayout(0, SUMS, 2))
             FIRST: gl.constexpr = 1 if scores.window is None else 0
             second = opening + C.BLOCK_N
             edge = second  # the first block that the window hides in no row
@@ -279,9 +369,9 @@ def _attend_tiles(q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scor
                 end = edge if PHASE == 0 else seen_by_all if PHASE == 1 else seen
                 for first in range(begin, end, C.BLOCK_N):
                     step += 1
-                    state = (p, row_max, total, acc)
-                    p, row_max, total, acc = _next_block(
-                        q_tiles, k, v, turns, state, step, step - done, first, row_limit, scores, TEAM, PHASE != 1
+                    state = (p, row_max, total, acc, ended)
+                    p, row_max, total, acc, ended = _next_block(
+                        q_tiles, k, v, turns, sums, state, step, step - done, first, row_limit, scores, C, TEAM, PHASE != 1
                     )
             stage = wait_full(v_full, step)
             last = (seen - 1) // C.BLOCK_N * C.BLOCK_N
@@ -297,6 +387,11 @@ def _attend_tiles(q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scor
             release(v_empty, step)
             step += 1
             lane = TEAM * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+            if C.INVARIANT:
+                row_max, total, whole = _end_split(sums, ended, row_max, total, acc)
+                row_max = gl.convert_layout(row_max, lane.type.layout)
+                total = gl.convert_layout(gl.sum(total, 1), lane.type.layout)
+                acc = whole[0]
             total = close(total, row_max, results, kv_head * C.GROUP + lane % C.GROUP, True)
             acc /= gl.convert_layout(total, gl.SliceLayout(1, SUMS))[:, None]
             if results.gate is not None:  # through shared memory, so that its loads are contiguous
@@ -319,6 +414,12 @@ def _ring(dtype: gl.constexpr, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr, COUNT
     return tiles, full, empty
 
 
+@gluon.jit
+def _sums(WIDTH: gl.constexpr):
+    """The teams' sums of ended splits. Warps access them without bank conflicts."""
+    return gl.allocate_shared_memory(gl.float32, [TEAMS, ROWS, WIDTH], gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
+
+
 @prepared
 @gluon.jit(do_not_specialize=["B", "table_width", "tiles"])
 def _prefill_sm90_kernel(q_ptr, k_pages, v_pages, sequences, results, scores, B, table_width, tiles, C):
@@ -334,11 +435,11 @@ def _prefill_sm90_kernel(q_ptr, k_pages, v_pages, sequences, results, scores, B,
     k, v = _ring(dtype, C.BLOCK_N, WIDTH, STAGES), _ring(dtype, C.BLOCK_N, WIDTH, STAGES // PIECES)
     turns, cleared = barriers(TEAMS, 1) if PIECES == 1 else None, barriers(1, TEAMS)
     fence_async_shared()
-    sizes = (B, table_width, tiles)
+    sums, sizes = _sums(WIDTH) if C.INVARIANT else None, (B, table_width, tiles)
     gl.warp_specialize(
         [
-            (_attend_tiles, (q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scores, sizes, C, 0)),
-            (_attend_tiles, (q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scores, sizes, C, 1)),
+            (_attend_tiles, (q_ptr, results, q_tiles, k, v, turns, cleared, sums, sequences, scores, sizes, C, 0)),
+            (_attend_tiles, (q_ptr, results, q_tiles, k, v, turns, cleared, sums, sequences, scores, sizes, C, 1)),
             (_fetch_blocks, (k_pages, v_pages, k, v, sequences, sizes, scores.window, C)),
         ],
         [4, 1],
@@ -350,9 +451,14 @@ def launch(a: AttentionInput) -> None:
     """Write `out`, for one or more tokens and sequences."""
     q, (Nq, Nkv, D), pages, B = a.heads, a.head_shape, a.pages, a.num_seqs
     tiles = (q.shape[0] // (TEAMS.value * ROWS.value // (Nq // Nkv)) + B) * Nkv * -(-D // PIECE.value)
-    block_n = 128 if D <= 128 else 64  # tokens of K and V in a block
-    k, v = (tma_descriptor(x, min(pages.page_size, block_n), CHANNELS.value, Nkv * D) for x in pages[:2])
-    constants = Constants.of(a, BLOCK_N=block_n, BLOCK_B=prefill_lookup_size(B), SHORTEST=a.shortest, PARTIAL=a.partial)
+    block, split, step = 128 if D <= 128 else 64, 0, 0  # tokens of K and V in a block, of a KV split and of an invariant step
+    if a.invariant:
+        split, step = a.split, block_n(a)
+        block = min(split, 2 * step if q.dtype == torch.bfloat16 else step)
+    k, v = (tma_descriptor(x, min(pages.page_size, block), CHANNELS.value, Nkv * D) for x in pages[:2])
+    constants = Constants.of(
+        a, BLOCK_N=block, BLOCK_B=prefill_lookup_size(B), SHORTEST=a.shortest, PARTIAL=a.partial, SPLIT=split, STEP=step
+    )
     _prefill_sm90_kernel[(min(tiles, sm_count(q.device)),)](
         q, k, v, a.sequences, a.results(), a.scores.in_base_2(), B, a.table_width, tiles, C=constants, num_warps=4
     )

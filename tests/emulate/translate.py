@@ -308,6 +308,8 @@ Registers_& r = *(Registers_*)warp->registers.data();
             pair = self._value(operands[1], "u16")
             return self._assign(operands[0], f"(u32)to_f16(from_e4m3({pair} >> 8)) << 16 | to_f16(from_e4m3({pair}))", "u32")
         value = self._value(operands[1], of)
+        if "rpi" in words:  # to an integer, upwards
+            value = f"ceilf({value})"
         if to in FLOATS:
             return self._assign(operands[0], f"to_{to}({value})", "u16")
         if to != "f32" and (of == "f32" or of in FLOATS):

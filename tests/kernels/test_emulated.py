@@ -53,6 +53,7 @@ def emulated(files: Sequence[str], selection: str, without: str = "") -> str:
         (DECODE, SIXTEEN, 2),
         (["attention/test_settings.py"], SETTINGS, 13),
         (["attention/test_window_sm90.py"], WINDOW, 8),
+        (["attention/test_invariant_sm90.py"], "bfloat16 and (False and 251 or 77 and True)", 2),
         (["attention/test_prefill.py"], f"{FP16} and test_hopper and ((129 and 50) or (37 and 70 and not 400))", 2),
         (["moe/test_experts_sm90.py"], f"test_products and ({EXPERTS})", 4),
         (["moe/test_experts_sm90.py"], BLOCKS, 2),
@@ -66,9 +67,9 @@ def emulated(files: Sequence[str], selection: str, without: str = "") -> str:
         (["linear/test_int4_hopper.py", "moe/test_experts_int4_sm90.py"], "torch", 18),
     ],
     ids=[
-        "decode", "decode of long sequences", "decode in 16 bits", "settings", "windows", "prompts", "experts",
-        "experts in blocks", "linear", "gated delta", "experts of 4 bits", "Hopper's experts of 4 bits", "Hopper's MXFP4 experts",
-        "few tokens' experts of 4 bits", "int4", "int4 with scales of 16 bits",
+        "decode", "decode of long sequences", "decode in 16 bits", "settings", "windows", "invariant prompts", "prompts",
+        "experts", "experts in blocks", "linear", "gated delta", "experts of 4 bits", "Hopper's experts of 4 bits",
+        "Hopper's MXFP4 experts", "few tokens' experts of 4 bits", "int4", "int4 with scales of 16 bits",
     ],
 )
 def test_kernels(files, selection, count):

@@ -196,23 +196,25 @@ def test_mixtures(E, k, H, inter, kind, device, on_hopper):
 
 
 @pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize("pages", ["bf16", "fp8", "fp32"])
+@pytest.mark.parametrize("pages", ["bf16", "fp16", "fp8", "fp32"])
 @pytest.mark.parametrize(("Nq", "Nkv", "D", "norm", "sinks"), [
     (14, 2, 64, False, False), (7, 1, 128, True, False), (8, 8, 128, False, False), (4, 2, 256, True, False),
     (16, 2, 64, False, True),
 ])  # fmt: skip
 def test_attention(Nq, Nkv, D, norm, sinks, pages, window, device):
-    """The results of all tokens of a prompt, and its pages, for any division into steps and beside any other sequences."""
-    dtype, gen, PAGE = torch.float32 if pages == "fp32" else torch.bfloat16, torch.Generator(device).manual_seed(D + Nq), 16
+    """The results of all tokens of a prompt, and its pages, for any division into steps and beside any other sequences. The first
+    prompt is long enough for Hopper's kernel."""
+    dtype, PAGE = {"fp32": torch.float32, "fp16": torch.float16}.get(pages, torch.bfloat16), 16
+    gen = torch.Generator(device).manual_seed(D + Nq)
 
     def make(*shape):
         return torch.randn(*shape, generator=gen, device=device).to(dtype)
 
-    lens, width = [900, 300, 40, 611], (Nq + 2 * Nkv) * D
-    order, per, heads = torch.randperm(256, generator=gen, device=device).int(), 64, [make(n, width) for n in lens]
+    lens, width = [1100, 300, 40, 611], (Nq + 2 * Nkv) * D
+    order, per, heads = torch.randperm(280, generator=gen, device=device).int(), 70, [make(n, width) for n in lens]
     tables = order.view(4, per)
-    cos_sin, weights = make(1024, D).float(), (make(D), make(D)) if norm else (None, None)
-    shape, sink = (256, PAGE, Nkv, D), make(Nq) if sinks else None
+    cos_sin, weights = make(1100, D).float(), (make(D), make(D)) if norm else (None, None)
+    shape, sink = (280, PAGE, Nkv, D), make(Nq) if sinks else None
     workspace = Workspace(device, 1 << 24, invariant=True)
 
     def cache():

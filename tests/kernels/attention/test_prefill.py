@@ -221,16 +221,18 @@ def test_hopper_leaves_single_tokens(half_dtype, make, cache, nan, device, on_ho
 def test_hopper_takes_long_batches_of_16_bits(monkeypatch):
     monkeypatch.setattr(dispatch, "capability", lambda device: 90)
 
-    def suits(T, D, dtype=torch.bfloat16, kv_dtype=torch.bfloat16):
+    def suits(T, D, dtype=torch.bfloat16, kv_dtype=torch.bfloat16, workspace=None):
         q, pages = torch.empty(T, 2, D, dtype=dtype), torch.empty(1, 16, 2, D, dtype=kv_dtype)
         numbers = torch.zeros(1, 1, dtype=torch.int32)
         sequences = Sequences(numbers, numbers[0], query_starts=numbers[0])
-        a = AttentionInput(q, KVPages(pages, pages), sequences, Scores(1.0), q)
+        a = AttentionInput(q, KVPages(pages, pages), sequences, Scores(1.0), q, workspace=workspace)
         return dispatch.regime(dispatch.PREFILL, a.heads.shape[0], a).kernel == "prefill_sm90"
 
     assert [suits(T, 128) for T in (511, 512)] == [suits(T, 64) for T in (1023, 1024)] == [False, True]
     assert not suits(2048, 128, torch.float32, torch.float32)
     assert not suits(2048, 128, kv_dtype=torch.float8_e4m3fn)
+    one_order = Workspace("cpu", invariant=True)
+    assert [suits(2048, D, workspace=one_order) for D in (64, 128, 256, 512)] == [True, True, False, False]
 
 
 @pytest.mark.gpu

@@ -313,6 +313,12 @@ def all_attention(calls: Calls) -> None:
                 heads, KVPages(pages, pages, scale, scale), sequences, Scores(D**-0.5), q, Rope(cos_sin), slots, slots,
                 workspace, 2, max_query_len=90, pdl=pdl,
             ))  # fmt: skip
+    if cc == 90:  # prompts of an invariant step
+        one_order = launch.Workspace("cpu", 16, invariant=True)
+        for Nq, Nkv, D in ((28, 4, 128), (32, 8, 64)):
+            q, pages = empty(8192, Nq, D), empty(8, PAGE, Nkv, D)
+            rest = (pages, pages, ints(2, 40), ints(3), ints(2), D**-0.5)
+            attention.paged_attention_prefill(q, *rest, workspace=one_order, max_splits=64)
     if cc == 90:  # FP8 pages, with more heads of 64 channels than a work item has and with fewer heads of 128
         for Nkv, D in ((32, 64), (3, 128)):
             heads, cos_sin = empty(8, 3 * Nkv * D), empty(4096, D, like=torch.float32)

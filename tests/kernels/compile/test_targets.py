@@ -109,6 +109,8 @@ def test_compiles_as_meant(cc, dtype, families):
             pass  # the sums of eight groups of 32 columns are more than tensor memory holds, so Triton may use no tensor cores
         elif name == "_router_kernel" and r["options"]["BLOCK_E"] < 64:
             assert r["mma"] == ["mma.sync"], r  # fewer experts than rows of the wider instructions
+        elif name == "_prefill_sm90_kernel" and r["options"]["INVARIANT"]:
+            assert r["mma"] == ["mma.sync", MMA[cc]], r  # totals by the narrow instruction
         elif name in DENSE and (r["fp8"] or dtype != "float32"):
             assert r["mma"] == [MMA[cc]], r
             assert r["fp8_mma"] == (r["fp8"] and cc != 100), r  # sm_100 encodes the types in a descriptor
