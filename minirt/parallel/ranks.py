@@ -255,7 +255,7 @@ class Leader(Ranks):
         if self.failure is None and not self._closed and self._signs[0, 0]:
             self._end_after(RankFailedError(f"a rank has not answered for {SILENT_SECONDS:g} s", where=self._place))
         if self.failure is not None:
-            with self._changed:  # `_fail` first stops what waits on this device: dropping such a CUDA graph holds the GIL
+            with self._changed:  # `_fail` first ends what waits on this device, before which no CUDA graph can be dropped
                 raise self.failure.copy()
 
     def step(self, what: str, value: Any) -> AbstractContextManager[Any]:
@@ -308,14 +308,14 @@ class Leader(Ranks):
             self.failure = error
             self._signs[0, 0] = 1  # ends the waits
             self._changed.notify_all()
-        _kill(self._processes, [])
-        self._abort()
+            _kill(self._processes, [])
+            self._abort()
 
     def _abort(self) -> None:
         """End what waits for other ranks on a GPU. In a thread: the driver may wait for CUDA graphs that still exist."""
         if (reduction := getattr(self, "reduction", None)) is not None and self.device.type == "cuda":
             (thread := threading.Thread(target=reduction.abort, daemon=True)).start()
-            thread.join(5.0)
+            thread.join(3.0)
             if thread.is_alive():
                 atexit.register(_leave, thread)
 
