@@ -7,11 +7,16 @@ the router's logits, or another sum over experts, for some steps of a mixture; u
 """
 
 import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from minirt.kernels import reference
 from minirt.kernels.attention import decode, decode_few
@@ -29,33 +34,124 @@ TOKENS = (1, 2, 7, 16, 17, 33, 64, 65, 128, 129, 192, 300, 700)
 
 
 @triton.jit
-def _tile_kernel(x_ptr, w_ptr, out_ptr, K, M: tl.constexpr, N: tl.constexpr, STEP: tl.constexpr, EXCHANGED: tl.constexpr):
-    """The first M rows of x times the first N rows of w: out [M, N], in steps of K. EXCHANGED: with w on the M side."""
-    m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, STEP)
-    acc = tl.zeros((N, M) if EXCHANGED else (M, N), tl.float32)
-    for start in range(0, K, STEP):
-        x = tl.load(x_ptr + m[:, None] * K + start + k[None, :])
-        w = tl.load(w_ptr + n[:, None] * K + start + k[None, :])
-        acc = tl.dot(w, x.T, acc) if EXCHANGED else tl.dot(x, w.T, acc)
-    tl.store(out_ptr + m[:, None] * N + n[None, :], acc.T if EXCHANGED else acc)
+def _add(x, w, acc, EXCHANGED: tl.constexpr):
+    return tl.dot(w, x.T, acc) if EXCHANGED else tl.dot(x, w.T, acc)
 
 
-@pytest.mark.parametrize("K", [256, 3584, 4096])
+@triton.jit
+def _tile_kernel(
+    x_ptr, w_ptr, out_ptr, K, PART, M: tl.constexpr, N: tl.constexpr, STEP: tl.constexpr, EXCHANGED: tl.constexpr,
+    PAIR: tl.constexpr,
+):  # fmt: skip
+    """The first M rows of x times the first N of w, into rows of 256. Sums are set aside after each PART of K.
+    EXCHANGED: w is on the M side. PAIR: the next N rows of w have a second accumulator."""
+    m, n, k = tl.arange(0, M)[:, None], tl.arange(0, N)[:, None], tl.arange(0, STEP)[None, :]
+    sums = tl.zeros((N, M) if EXCHANGED else (M, N), tl.float32)
+    second_sums = sums
+    for first in range(0, K, PART):
+        last = tl.minimum(first + PART, K)
+        acc = tl.zeros((N, M) if EXCHANGED else (M, N), tl.float32)
+        second = acc
+        for start in range(first, last, STEP):
+            inside = start + k < last
+            x = tl.load(x_ptr + m * K + start + k, mask=inside, other=0.0)
+            w_ptrs = w_ptr + n * K + start + k
+            acc = _add(x, tl.load(w_ptrs, mask=inside, other=0.0), acc, EXCHANGED)
+            if PAIR:
+                second = _add(x, tl.load(w_ptrs + N * K, mask=inside, other=0.0), second, EXCHANGED)
+        sums += acc
+        second_sums += second
+    out = out_ptr + m * 256 + n.T
+    tl.store(out, sums.T if EXCHANGED else sums)
+    if PAIR:
+        tl.store(out + N, second_sums.T if EXCHANGED else second_sums)
+
+
+@gluon.jit
+def _wgmma_kernel(x_ptr, w_ptr, out_ptr, K, PART, N: gl.constexpr, STEP: gl.constexpr):
+    """`_tile_kernel` with PAIR and 16 rows of x a warp, as two `warpgroup_mma` that are in flight together."""
+    M: gl.constexpr = 16 * gl.num_warps()
+    DTYPE: gl.constexpr = x_ptr.dtype.element_ty
+    MOVED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // STEP, STEP // 8], [gl.num_warps(), 1], [1, 0])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, N, 256 // DTYPE.primitive_bitwidth])
+    x_tile = gl.allocate_shared_memory(DTYPE, [M, STEP], gl.NVMMASharedLayout.get_default_for([M, STEP], DTYPE))
+    w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, STEP], DTYPE)
+    w_tile = gl.allocate_shared_memory(DTYPE, [N, STEP], w_layout)
+    second_tile = gl.allocate_shared_memory(DTYPE, [N, STEP], w_layout)
+    k = gl.arange(0, STEP, gl.SliceLayout(0, MOVED))[None, :]
+    x_ptrs = x_ptr + gl.arange(0, M, gl.SliceLayout(1, MOVED))[:, None] * K + k
+    w_ptrs = w_ptr + gl.arange(0, N, gl.SliceLayout(1, MOVED))[:, None] * K + k
+    sums = gl.zeros([M, N], gl.float32, SUMS)
+    second_sums = sums
+    for first in range(0, K, PART):
+        last = gl.minimum(first + PART, K)
+        acc = gl.zeros([M, N], gl.float32, SUMS)
+        second = acc
+        for start in range(first, last, STEP):
+            inside = start + k < last
+            x_tile.store(gl.load(x_ptrs + start, mask=inside, other=0.0))
+            w_tile.store(gl.load(w_ptrs + start, mask=inside, other=0.0))
+            second_tile.store(gl.load(w_ptrs + N * K + start, mask=inside, other=0.0))
+            fence_async_shared()
+            acc = warpgroup_mma(x_tile, w_tile.permute((1, 0)), acc, is_async=True)
+            second = warpgroup_mma(x_tile, second_tile.permute((1, 0)), second, is_async=True)
+            acc, second = warpgroup_mma_wait(0, deps=[acc, second])
+        sums += acc
+        second_sums += second
+    m = gl.arange(0, M, gl.SliceLayout(1, SUMS))[:, None]
+    out = out_ptr + m * 256 + gl.arange(0, N, gl.SliceLayout(0, SUMS))[None, :]
+    gl.store(out, sums)
+    gl.store(out + N, second_sums)
+
+
+class Form(NamedTuple):
+    """A kernel that multiplies `rows` of x by `columns` of w, its constants, and its number of warps."""
+
+    kernel: Any
+    rows: int
+    columns: int
+    constants: dict[str, Any]
+    warps: int
+
+
+def forms(eight_bits: bool, hopper: bool) -> Iterator[Form]:
+    """The largest tile first. No tile has more than 64 sums a thread, or steps too long for shared memory."""
+    for M, N, (step, warps), (exchanged, pair) in itertools.product(
+        (128, 64, 32, 16), (128, 16), ((128, 8), (64, 8), (128, 4), (32, 4)), ((False, False), (True, False), (False, True))
+    ):
+        columns = 2 * N if pair else N
+        fits = M * columns <= 2048 * warps and (M + columns) * step <= 1 << 15
+        if fits and not (eight_bits and (N if exchanged else M) < 64):
+            constants = {"M": M, "N": N, "STEP": step, "EXCHANGED": exchanged, "PAIR": pair}
+            yield Form(_tile_kernel, M, columns, constants, warps)
+    if hopper:
+        for N, step, warps in itertools.product((64, 16), (128, 64, 32), (8, 4)):
+            yield Form(_wgmma_kernel, 16 * warps, 2 * N, {"N": N, "STEP": step}, warps)
+
+
+def far_apart(rows: int, K: int, dtype: torch.dtype, gen: torch.Generator) -> torch.Tensor:
+    """Random values over many powers of two, so that another order or rounding of sums is seen."""
+    x = torch.randn(rows, K, generator=gen, device=gen.device)
+    return (x * torch.randint(-4, 5, (rows, K), generator=gen, device=gen.device).exp2()).to(dtype)
+
+
+@pytest.mark.parametrize("K", [576, 1104, 3584, 18944])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
 def test_tiles_of_tensor_cores_agree(dtype, K, device):
-    """What `product.part_of` stands on, of any version of Triton: in 16 bits every tile, instruction and step gives one result.
-    In FP8, those of 64 rows or more and any step do, without sums in fp32 in between."""
+    """What `product.part_of` stands on, of any version of Triton: in 16 bits every tile, instruction and step gives one result,
+    and two accumulators the same. In FP8, tiles of 64 rows or more do; smaller ones are `mma.sync`, in another order."""
     gen = torch.Generator(device).manual_seed(K)
-    x, w = (torch.randn(128, K, generator=gen, device=device).to(dtype) for _ in range(2))
-    truth = None
-    for M, N, step, warps, exchanged in itertools.product((16, 64, 128), (16, 128), (32, 128), (4, 8), (False, True)):
-        rows = N if exchanged else M
-        if dtype == torch.float8_e4m3fn and rows < 64:
-            continue  # `mma.sync`, in another order
-        out = torch.full((M, N), torch.nan, device=device)
-        _tile_kernel[(1,)](x, w, out, K, M, N, step, exchanged, num_warps=warps)
-        truth = out[:16, :16].clone() if truth is None else truth
-        assert torch.equal(out[:16, :16], truth), (M, N, step, warps, exchanged)
+    x, w = far_apart(128, K, dtype, gen), far_apart(256, K, dtype, gen)
+    exact = x.double() @ w.double().T
+    for part in (K, 512):
+        truth = torch.full((128, 256), torch.nan, device=device)
+        for form in forms(dtype.itemsize == 1, torch.cuda.get_device_capability(device) == (9, 0)):
+            out = torch.full((128, 256), torch.nan, device=device)
+            form.kernel[(1,)](x, w, out, K, part, **form.constants, num_warps=form.warps)
+            tile = slice(0, form.rows), slice(0, form.columns)
+            assert (out - exact)[tile].abs().max() < 0.05 * exact.abs().max(), (part, form)
+            truth = torch.where(truth.isnan(), out, truth)
+            assert torch.equal(out[tile], truth[tile]), (part, form)
 
 
 def test_powers_of_two_are_exact(device):
