@@ -220,7 +220,8 @@ class Leader(Ranks):
         self.failure: MinirtError | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="minirt-")
         self._ring = Ring(ranks - 1)
-        self._signs = signs_in(self._ring, ranks)
+        signs = signs_in(self._ring, ranks)
+        self._signs = signs.numpy()  # of the same memory: read for each step
         self._sockets, self._processes = list[socket.socket](), list[subprocess.Popen]()
         self._said = [b""] * (ranks - 1)  # of each rank, what is no whole line yet
         self._states, self._beats = [""] * (ranks - 1), [0.0] * (ranks - 1)
@@ -236,7 +237,7 @@ class Leader(Ranks):
         threading.Thread(target=_watch, args=(weakref.ref(self), self._sockets), name="minirt-ranks", daemon=True).start()
         with self:
             self._until("ready", START_SECONDS)
-            super().__init__(Shard(0, ranks), torch.device(devices[0]), self._folder.name, self._signs)
+            super().__init__(Shard(0, ranks), torch.device(devices[0]), self._folder.name, signs)
 
     def _until(self, state: str, seconds: float) -> None:
         """Wait until all ranks have said this."""
