@@ -73,11 +73,12 @@ PDL = (
     "_expand_kernel", "_all_reduce_kernel",
     "_experts_int4_sm90_kernel",
 )  # fmt: skip
-READ_AHEAD = (  # read before the PDL wait: weights, lengths, older tokens, logits of the router, addresses
+READ_AHEAD = (  # read before the PDL wait: weights, lengths, older tokens, logits of the router, addresses; what `low_rank` waited for
     "_gemv_int4_kernel", "_gemv_int4_sm90_kernel", "_gemm_int4_small_sm90_kernel", "_gemm_int4_sm90_kernel", "_unpack_kernel",
     "_gemv_kernel", "_rms_norm_kernel", "_decode_kernel", "_decode_few_kernel", "_combine_kernel", "_decode_sm90_kernel",
     "_decode_fp8_sm90_kernel", "_few_down_kernel", "_few_down_int4_kernel", "_router_kernel", "_delta_decode_kernel",
-    "_delta_drafts_kernel", "_delta_tokens_kernel", "_few_rows_kernel", "_shrink_kernel", "_all_reduce_kernel",
+    "_delta_drafts_kernel", "_delta_tokens_kernel", "_few_rows_kernel", "_shrink_kernel", "_expand_kernel",
+    "_all_reduce_kernel",
 )  # fmt: skip
 
 
