@@ -220,8 +220,7 @@ class Leader(Ranks):
         self.failure: MinirtError | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="minirt-")
         self._ring = Ring(ranks - 1)
-        signs = signs_in(self._ring, ranks)
-        self._signs = signs.numpy()  # of the same memory: read for each step
+        self._signs = (signs := signs_in(self._ring, ranks)).numpy()  # of the same memory: read for each step
         self._sockets, self._processes = list[socket.socket](), list[subprocess.Popen]()
         self._said = [b""] * (ranks - 1)  # of each rank, what is no whole line yet
         self._states, self._beats = [""] * (ranks - 1), [0.0] * (ranks - 1)
