@@ -40,7 +40,7 @@ def regimes() -> str:
                 formats = " ".join(form for form in regime.limits.formats if not form.endswith("_fp32"))
                 gpu = f"sm_{regime.capability}" if regime.capability else "any"
                 rows.append((place, f"`{regime.kernel}`", gpu, f"{regime.axis} {_sizes(regime)}", formats))
-    return table(("table", "kernel", "GPU", "step", "formats"), rows, left=5)
+    return table(("table", "kernel", "GPU", "step", "formats"), list(dict.fromkeys(rows)), left=5)
 
 
 # Name of a block → its page, and what makes it.
