@@ -221,7 +221,7 @@ OPERATIONS = {
         ),
         Operation(
             "adapters.expand:add_adapters", what="LoRA adapters of a linear layer, by row: B · A · x, added to its output",
-            arguments="x: [T, K] activations rows apart, weights.a: [P, S, R, K] of x, weights.b: [N, any] of x, "
+            arguments="x: [T, K] activations rows apart, weights.a: [S, P, R, K] of x, weights.b: [N, any] of x, "
             "weights.scales: [S, P] fp32 rows apart, rows.adapters: [T] int32, "
             "out!: [T, N] of x rows apart, norm_weight?: [K: norm] of x = None",
             no_op="it takes minirt's table of adapters",

@@ -14,8 +14,8 @@ class AdapterWeights(NamedTuple):
     """The adapters of one linear [N, K] with P modules in S places, with ranks up to R, a multiple of 16.
 
     Args:
-        a: [P, S, R, K]. Of a gated linear, the first module is that of the gate's rows, the last that of the up's.
-        b: [N, P · S · R], finite; 0 beyond an adapter's rank, and in rows of other modules.
+        a: [S, P, R, K]. Of a gated linear, the first module is that of the gate's rows, the last that of the up's.
+        b: [N, S · P · R], finite; 0 beyond an adapter's rank, and in rows of other modules.
         scales: [S, P] fp32, with any row stride. 0: the adapter does not change the module, which may have old weights.
     """
 
@@ -38,6 +38,7 @@ class AdapterRows(NamedTuple):
 
 def most_steps(modules: int, rank: int, places: int, rows: int | None = None) -> int:
     """The most blocks of columns that are used by adapters of so many rows."""
-    all_blocks = cdiv(modules * places * rank, LOW_RANK_BLOCK)
-    of_module = cdiv(rank + LOW_RANK_BLOCK - gcd(rank, LOW_RANK_BLOCK), LOW_RANK_BLOCK)
-    return all_blocks if rows is None else min(all_blocks, rows * modules * of_module)
+    width = modules * rank
+    all_blocks = cdiv(places * width, LOW_RANK_BLOCK)
+    of_place = cdiv(width + LOW_RANK_BLOCK - gcd(width, LOW_RANK_BLOCK), LOW_RANK_BLOCK)
+    return all_blocks if rows is None else min(all_blocks, rows * of_place)

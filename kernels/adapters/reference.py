@@ -23,7 +23,7 @@ def adapters_of(table: Tensor, column: int, seq_slots: Tensor, query_starts: Ten
 def used_steps(adapters: Tensor, modules: int, rank: int, places: int) -> Tensor:
     """`LowRank.steps` of rows with these adapters [T] int32: which blocks of columns they use, and before that how many."""
     used = {int(place) for place in adapters.tolist() if place >= 0}
-    columns = ((module * places + place) * rank + r for module in range(modules) for place in used for r in range(rank))
+    columns = (place * modules * rank + r for place in used for r in range(modules * rank))
     blocks = sorted({column // LOW_RANK_BLOCK for column in columns})
     unused = [0] * (most_steps(modules, rank, places) - len(blocks))
     return torch.tensor([len(blocks), *blocks, *unused], dtype=torch.int32, device=adapters.device)
@@ -42,9 +42,9 @@ def add_adapters(
     for place in rows.adapters.unique().tolist():
         if place >= 0:
             chosen = rows.adapters == place
-            a, scales = weights.a[:, place].float(), weights.scales[place, :, None]
+            a, scales = weights.a[place].float(), weights.scales[place, :, None]
             y = torch.where(scales != 0, torch.einsum("tk,prk->tpr", h[chosen].float(), a) * scales, 0.0)
-            out[chosen] += (y.flatten(1) @ b[:, :, place].flatten(1).float().T).to(out.dtype)
+            out[chosen] += (y.flatten(1) @ b[:, place].flatten(1).float().T).to(out.dtype)
     if activation is None:
         return out
     gate, up = out.chunk(2, 1)

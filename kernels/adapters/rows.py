@@ -27,8 +27,8 @@ def _adapters_kernel(table_ptr, seq_slots_ptr, query_starts_ptr, out_ptr, B, T, 
 
 
 @prepared
-@triton.jit(do_not_specialize=["T", "ROWS", "rank", "places"], do_not_specialize_on_alignment=["rows_ptr"])
-def _steps_kernel(adapters_ptr, rows_ptr, of_rows_ptr, steps_ptr, T, ROWS, rank, places, stride, BLOCK_S: tl.constexpr,
+@triton.jit(do_not_specialize=["T", "ROWS", "rank"], do_not_specialize_on_alignment=["rows_ptr"])
+def _steps_kernel(adapters_ptr, rows_ptr, of_rows_ptr, steps_ptr, T, ROWS, rank, stride, BLOCK_S: tl.constexpr,
                   BLOCK_J: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """The steps of linears with program_id(0) + 1 modules: of all tokens; then of `rows`, whose adapters it stores."""
     selected, modules = tl.program_id(1) == 1, tl.program_id(0) + 1
@@ -40,11 +40,9 @@ def _steps_kernel(adapters_ptr, rows_ptr, of_rows_ptr, steps_ptr, T, ROWS, rank,
         adapter = tl.load(adapters_ptr + row, mask=i < count, other=-1)
         tl.store(of_rows_ptr + i, adapter, mask=i < stored)
         used = tl.maximum(used, tl.max((adapter[None, :] == place[:, None]).to(tl.int32), 1))
-    j, wanted = tl.arange(0, BLOCK_J), tl.zeros((BLOCK_J,), tl.int32)
-    for module in range(modules):
-        column = (module * places + place) * rank
-        meets = (column[None, :] < (j[:, None] + 1) * COLUMNS) & (column[None, :] + rank > j[:, None] * COLUMNS)
-        wanted = tl.maximum(wanted, tl.max(tl.where(meets, used[None, :], 0), 1))
+    j, width = tl.arange(0, BLOCK_J), modules * rank
+    meets = ((place * width)[None, :] < ((j + 1) * COLUMNS)[:, None]) & (((place + 1) * width)[None, :] > (j * COLUMNS)[:, None])
+    wanted = tl.max(tl.where(meets, used[None, :], 0), 1)
     steps_ptr += (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * stride
     tl.store(steps_ptr + tl.cumsum(wanted, 0), j, mask=wanted > 0)
     tl.store(steps_ptr, tl.sum(wanted, 0))
@@ -66,7 +64,7 @@ def used_steps(adapters: Tensor, rows: Tensor, of_rows: Tensor, rank: int, place
     """
     modules = steps.shape[1]
     _steps_kernel[(modules, 2)](
-        adapters, rows, of_rows, steps, len(adapters), len(rows), rank, places, steps.stride(1),
+        adapters, rows, of_rows, steps, len(adapters), len(rows), rank, steps.stride(1),
         BLOCK_S=next_power_of_2(places), BLOCK_J=next_power_of_2(most_steps(modules, rank, places)), COLUMNS=LOW_RANK_BLOCK,
         BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip

@@ -56,8 +56,8 @@ def _column(steps_ptr, scales_ptr, job, scale_stride, C):
     """Columns of a program, which are rows of A: their places and factors."""
     block, c = job // (C.BLOCK // C.BLOCK_C), tl.arange(0, C.BLOCK_C)
     column = tl.load(steps_ptr + 1 + block) * C.BLOCK + job % (C.BLOCK // C.BLOCK_C) * C.BLOCK_C + c
-    place, module = column // C.R % C.PLACES, column // (C.R * C.PLACES)
-    inside = module < C.P
+    place, module = column // (C.P * C.R), column // C.R % C.P
+    inside = place < C.PLACES
     factor = tl.load(scales_ptr + place * scale_stride + module, mask=inside, other=0.0)
     return column, tl.where(inside, place, -2), factor
 
@@ -72,8 +72,8 @@ def _few_rows_kernel(x_ptr, norm_ptr, a_ptr, scales_ptr, adapters_ptr, steps_ptr
     adapter = tl.load(adapters_ptr + t)
     used = c < tl.load(steps_ptr) * C.BLOCK
     column = tl.load(steps_ptr + 1 + c // C.BLOCK, mask=used, other=0) * C.BLOCK + c % C.BLOCK
-    place, module = column // C.R % C.PLACES, column // (C.R * C.PLACES)
-    mine = used & (place == adapter) & (module < C.P)
+    place, module = column // (C.P * C.R), column // C.R % C.P
+    mine = used & (place == adapter)
     factor = tl.load(scales_ptr + place * scale_stride + module, mask=mine, other=0.0)
     end = tl.where(mine & (factor != 0), C.K, 0)
     k = tl.arange(0, C.BLOCK_K)
@@ -168,7 +168,7 @@ def low_rank(
     Args:
         norm: of the product, for one row. workspace: whose counters are used.
     """
-    (T, K), (P, places, R, _) = x.shape, weights.a.shape
+    (T, K), (places, P, R, _) = x.shape, weights.a.shape
     steps = most_steps(P, R, places, T)
     y, used = x.new_empty(T, steps * LOW_RANK_BLOCK), rows.steps[P]
     C = _constants(T, K, P, R, places, x.element_size())
@@ -190,4 +190,4 @@ def low_rank(
             x, weights.a, weights.scales, rows.adapters, used, y, sums, counters, T, *strides, C,
             **launch_options(4, 3 if C.BLOCK_K * x.element_size() == 128 else 2, pdl),
         )  # fmt: skip
-    return LowRank(y, weights.b, rows.adapters, used, R, places * R, y.stride(0), weights.b.stride(0))
+    return LowRank(y, weights.b, rows.adapters, used, P, R, y.stride(0), weights.b.stride(0))

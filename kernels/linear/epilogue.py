@@ -149,32 +149,30 @@ def add_parts(acc, at, inside, sums_ptr, counter_ptr, part, SPLIT: tl.constexpr)
 def low_rank_step(added, i, t, n, T, N, HALF: tl.constexpr, COLUMNS: tl.constexpr):
     """y [rows t, COLUMNS] and b [rows n, COLUMNS] of step i. Rows past T and N repeat the last ones.
 
-    HALF: "gate" or "up" of a gated product, of whose module columns are loaded, the others are 0; None: of all.
+    HALF: "gate" or "up" of a gated product, of whose module the columns are loaded, the others are 0; None: all columns.
     """
     c = tl.arange(0, COLUMNS)
     y = tl.load(added.y + tl.minimum(t, T - 1).to(tl.int64)[:, None] * added.y_stride + (i * COLUMNS + c)[None, :])
-    rows, column, first, last = _low_rank_rows(added, i, n, N, HALF, COLUMNS)
+    rows, column = _low_rank_rows(added, i, n, N, HALF, COLUMNS)
     column += c
-    inside = (column >= first) & (column < last) if HALF == "up" else column < last
+    inside = column < added.b_stride
+    if HALF is not None:
+        inside = inside & (column // added.rank % added.modules == (0 if HALF == "gate" else added.modules - 1))
     return y, tl.load(rows[:, None] + column[None, :], mask=inside[None, :], other=0.0)
 
 
 @triton.jit
 def _low_rank_rows(added, i, n, N, HALF: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows n of b, the first column of step i, and from where to where the module has columns."""
-    row, column = tl.minimum(n, N - 1).to(tl.int64), tl.load(added.steps + 1 + i) * COLUMNS
-    if HALF == "up":
-        return added.b + (row + N) * added.b_stride, column, added.b_stride - added.module, added.b_stride
-    else:
-        return added.b + row * added.b_stride, column, 0, added.b_stride if HALF is None else added.module
+    """Rows n of b, and the first column of step i."""
+    row = tl.minimum(n, N - 1).to(tl.int64) + (N if HALF == "up" else 0)
+    return added.b + row * added.b_stride, tl.load(added.steps + 1 + i) * COLUMNS
 
 
 @triton.jit
 def touch_low_rank(added, i, n, N, HALF: tl.constexpr, COLUMNS: tl.constexpr):
     """Prefetch what `low_rank_step` will load of b."""
-    rows, column, first, last = _low_rank_rows(added, i, n, N, HALF, COLUMNS)
-    if (column < last) & (column + COLUMNS > first):
-        touch(rows + column)
+    rows, column = _low_rank_rows(added, i, n, N, HALF, COLUMNS)
+    touch(rows + column)
 
 
 @triton.jit

@@ -82,7 +82,7 @@ class _Constants(NamedTuple):
         CHUNK: neighbouring columns that a thread loads at once, and whose products it adds first.
         TILES: tiles in flight.
         MANY: whether there are several tokens, each with its programs.
-        MODULES, RANK, LOW_RANK_BLOCK: of `LowRank`: its modules, the columns of a place of one, and those of a step.
+        LOW_RANK: columns of an adapter. LOW_RANK_BLOCK: of a step of `LowRank`.
     """
 
     K: int
@@ -92,45 +92,23 @@ class _Constants(NamedTuple):
     CHUNK: int
     TILES: int
     MANY: bool
-    MODULES: int = 0
-    RANK: int = 0
+    LOW_RANK: int = 0
     LOW_RANK_BLOCK: int = 0
 
 
 @triton.jit
-def _low_rank_starts(added, place, C):
-    """Where columns of the modules begin in b, and in y, which has the blocks of b that `place` uses."""
-    b, y, blocks, last = (), (), 0, -1
-    for module in tl.static_range(C.MODULES):
-        start = module * added.module + tl.maximum(place, 0) * C.RANK
-        block = start // C.LOW_RANK_BLOCK
-        blocks -= tl.where(block == last, 1, 0)  # it has columns of the module before, too
-        b += (start,)
-        y += (blocks * C.LOW_RANK_BLOCK + start % C.LOW_RANK_BLOCK,)
-        last = (start + C.RANK - 1) // C.LOW_RANK_BLOCK
-        blocks += last - block + 1
-    return b, y
-
-
-@triton.jit
-def _load_low_rank(ptrs, starts, k, place, C):
-    """Tiles of the columns of modules, side by side, that begin at `starts`; 0 if the token has no adapter."""
-    WIDTH: tl.constexpr = len(starts) * C.RANK
-    tiles = ()
-    for i in tl.static_range((WIDTH + C.BLOCK_K - 1) // C.BLOCK_K):
-        at = i * C.BLOCK_K + k
-        column = starts[0] + at
-        for module in tl.static_range(1, len(starts)):
-            column = tl.where(at < module * C.RANK, column, starts[module] + at - module * C.RANK)
-        tiles += (tl.load(ptrs + column, mask=at < tl.where(place >= 0, WIDTH, 0), other=0.0),)
-    return tiles
-
-
-@triton.jit
-def _add_low_rank(sums, b, y, C):
-    for i in tl.static_range(len(b)):
-        sums += chunk_products(b[i], y[i].to(tl.float32), C.CHUNK)
-    return sums
+def _low_rank_tiles(added, n, k, N, GATED: tl.constexpr, C):
+    """Tiles of rows of b (each of gate and of up, if gated); columns that the token's adapter has, and the first of them in y."""
+    place = tl.load(added.adapters)
+    first = tl.multiple_of(tl.maximum(place, 0) * C.LOW_RANK, 16)
+    b_ptrs = added.b + tl.minimum(n, N - 1).to(tl.int64)[:, None] * added.b_stride + first + k[None, :]
+    tiles, width = (), tl.where(place >= 0, C.LOW_RANK, 0)
+    for i in tl.static_range((C.LOW_RANK + C.BLOCK_K - 1) // C.BLOCK_K):
+        inside = (i * C.BLOCK_K + k < width)[None, :]
+        tiles += (tl.load(b_ptrs + i * C.BLOCK_K, mask=inside, other=0.0),)
+        if GATED:
+            tiles += (tl.load(b_ptrs + tl.cast(N, tl.int64) * added.b_stride + i * C.BLOCK_K, mask=inside, other=0.0),)
+    return tiles, width, first - tl.load(added.steps + 1) * C.LOW_RANK_BLOCK
 
 
 @prepared
@@ -167,15 +145,7 @@ def _gemv_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, added, C, PDL: tl.cons
                 up_scales += (chunk_scales(ep.scale, N, n0, N, i, C),)
     rows = load_rows(ep, n, valid, N, not BLOCKS)
     if added is not None:
-        place = tl.load(added.adapters)
-        b_starts, y_starts = _low_rank_starts(added, place, C)
-        if GATED:
-            b_up_starts, y_up_starts = (b_starts[C.MODULES - 1],), (y_starts[C.MODULES - 1],)
-            b_starts, y_starts = (b_starts[0],), (y_starts[0],)
-        b_ptrs = added.b + tl.minimum(n, N - 1).to(tl.int64)[:, None] * added.b_stride
-        b = _load_low_rank(b_ptrs, b_starts, k[None, :], place, C)
-        if GATED:
-            b_up = _load_low_rank(b_ptrs + tl.cast(N, tl.int64) * added.b_stride, b_up_starts, k[None, :], place, C)
+        b_tiles, width, y_start = _low_rank_tiles(added, n, k, N, GATED, C)
     if PDL and added is None:  # else x is complete, see `low_rank`
         tl.extra.cuda.gdc_wait()
     residual = load_residual(ep, at, valid)
@@ -204,9 +174,13 @@ def _gemv_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, added, C, PDL: tl.cons
     if added is not None:
         if PDL:
             tl.extra.cuda.gdc_wait()
-        gate_sums = _add_low_rank(gate_sums, b, _load_low_rank(added.y, y_starts, k, place, C), C)
-        if GATED:
-            up_sums = _add_low_rank(up_sums, b_up, _load_low_rank(added.y, y_up_starts, k, place, C), C)
+        for i in tl.static_range((C.LOW_RANK + C.BLOCK_K - 1) // C.BLOCK_K):
+            y = tl.load(added.y + y_start + i * C.BLOCK_K + k, mask=i * C.BLOCK_K + k < width, other=0.0).to(tl.float32)
+            if GATED:
+                gate_sums += chunk_products(b_tiles[2 * i], y, C.CHUNK)
+                up_sums += chunk_products(b_tiles[2 * i + 1], y, C.CHUNK)
+            else:
+                gate_sums += chunk_products(b_tiles[i], y, C.CHUNK)
     inverse_rms = 1.0
     if norm is not None:
         inverse_rms = tl.rsqrt(tl.sum(squares, 0) / C.K + norm.eps)
@@ -301,10 +275,11 @@ def gemv(product: Product, config: GemvConfig | None = None) -> None:
         require_fp8(x.device)
     of = facts, product.scale_rows if facts.blocks else None, weight.data_ptr() % 16 == 0, T > 1, product.pdl
     programs, constants, options = _lookup_plan(x.device, *of) if config is None else _plan(config, *of)
-    if (low_rank := product.low_rank) is not None:
-        modules = low_rank.b_stride // low_rank.module
-        constants = constants._replace(MODULES=modules, RANK=low_rank.rank, LOW_RANK_BLOCK=LOW_RANK_BLOCK)
-    _gemv_kernel[(programs, T)](x, product.norm, weight, product.epilogue, product.out, facts.N, low_rank, C=constants, **options)
+    if product.low_rank is not None:
+        constants = constants._replace(LOW_RANK=product.low_rank.modules * product.low_rank.rank, LOW_RANK_BLOCK=LOW_RANK_BLOCK)
+    _gemv_kernel[(programs, T)](
+        x, product.norm, weight, product.epilogue, product.out, facts.N, product.low_rank, C=constants, **options
+    )
 
 
 FAMILY = Family("gemv", GemvConfig, (__file__,), ("N", "K", "itemsize", "gated", "blocks"), rule, candidates)

@@ -42,22 +42,22 @@ class Norm(NamedTuple):
 class LowRank(NamedTuple):
     """What a product adds for the LoRA adapters of its rows: y · bᵀ, as if K had more columns. `kernels/adapters` makes it.
 
-    The columns of `b` are those of one module after the other, of a module those of each place. A step takes `LOW_RANK_BLOCK`.
+    The columns of `b` are those of one place after the other, of a place those of each module. A step takes `LOW_RANK_BLOCK`.
 
     Attributes:
         y: [T, columns of all steps], of x's dtype, 0 in columns of other adapters than the row's.
-        b: [rows of the weight, columns of all modules], as `AdapterWeights.b`, finite.
+        b: [rows of the weight, columns of all places], as `AdapterWeights.b`, finite.
         adapters: [T] int32, the place of each row's adapter; −1: none.
         steps: int32: how many steps there are, then the block of columns of `b` of each.
-        rank, module: columns of `b` of one place of a module, and of a module. y_stride, b_stride: of rows.
+        modules: of a place. rank: columns of a module of it. y_stride, b_stride: of rows.
     """
 
     y: Tensor
     b: Tensor
     adapters: Tensor
     steps: Tensor
+    modules: int
     rank: int
-    module: int
     y_stride: int
     b_stride: int
 

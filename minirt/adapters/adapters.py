@@ -106,8 +106,8 @@ class Adapters:
                 raise UnsupportedError(what, where=layer, expected=" or ".join(sorted(BUILT_IN)), hint=hint)
             P, context = len(linear.modules), layers[layer].context
             weights = AdapterWeights(
-                torch.zeros(P, places, rank, linear.in_features, dtype=dtype, device=device),
-                torch.zeros(linear.out_features, P * places * rank, dtype=dtype, device=device),
+                torch.zeros(places, P, rank, linear.in_features, dtype=dtype, device=device),
+                torch.zeros(linear.out_features, places * P * rank, dtype=dtype, device=device),
                 self._scales[:, first : first + P],
             )  # fmt: skip
             workspace = context.workspace if implementation == "triton" else None
@@ -206,13 +206,13 @@ class Adapters:
         scales = torch.zeros(self._count)
         for linear, _, _, first in self._linears:
             weights: AdapterWeights = linear.adapters.weights
-            b = weights.b.view(linear.out_features, -1, self.places, self.rank)[:, :, to]
+            b = weights.b.view(linear.out_features, self.places, -1, self.rank)[:, to]
             for number, module in enumerate(linear.modules):
                 if (adapter := linears.get(module)) is None:
                     continue
                 scales[first + number], rank = adapter.scaling, adapter.rank
-                weights.a[number, to, :rank].copy_(adapter.a, non_blocking=True)
-                weights.a[number, to, rank:].zero_()
+                weights.a[to, number, :rank].copy_(adapter.a, non_blocking=True)
+                weights.a[to, number, rank:].zero_()
                 start = 0
                 for part in linear.parts:
                     if part.name == module:

@@ -25,13 +25,13 @@ def weights_of(parts, K, dtype, R=32):
     """Adapters of five places. Of a module without one (rank 0), the weights are those of another adapter."""
     P, N, S = 1 + max(part[2] for part in parts), parts[-1][1], len(RANKS)
     random = torch.Generator().manual_seed(7)
-    a, b = torch.randn(P, S, R, K, generator=random) / K**0.5, torch.zeros(N, P, S, R)
+    a, b = torch.randn(S, P, R, K, generator=random) / K**0.5, torch.zeros(N, S, P, R)
     ranks = torch.tensor([[-(-RANKS[(place + 2 * module) % S] * R // 32) for module in range(P)] for place in range(S)])
     for place in range(S):
         for start, end, module in parts:
             rank = int(ranks[place, module]) or 3
-            a[module, place, rank:] = 0
-            b[start:end, module, place, :rank] = torch.randn(end - start, rank, generator=random)
+            a[place, module, rank:] = 0
+            b[start:end, place, module, :rank] = torch.randn(end - start, rank, generator=random)
     scales = torch.zeros(S, P + 3)[:, :P]  # as in an engine, rows of these are apart
     scales.copy_((torch.rand(S, P, generator=random) + 0.5) * (ranks > 0))
     stored = torch.zeros(S, P + 3, device=DEVICE)
@@ -40,21 +40,21 @@ def weights_of(parts, K, dtype, R=32):
 
 
 def truth(x, w, adapters, base, norm, eps, activation, parts):
-    x, out, (P, S, R, _) = x.double(), base.double().clone(), w.a.shape
-    b = w.b.double().view(len(w.b), P, S, R)
+    x, out, (S, P, R, _) = x.double(), base.double().clone(), w.a.shape
+    b = w.b.double().view(len(w.b), S, P, R)
     for t, adapter in enumerate(adapters.tolist()):
         if adapter < 0:
             continue
         h = x[t] if norm is None else x[t] / (x[t].square().mean() + eps).sqrt() * norm.double()
         for start, end, module in parts:
             if w.scales[adapter, module]:
-                y = w.a[module, adapter].double() @ h
-                out[t, start:end] += w.scales[adapter, module].double() * (b[start:end, module, adapter] @ y)
+                y = w.a[adapter, module].double() @ h
+                out[t, start:end] += w.scales[adapter, module].double() * (b[start:end, adapter, module] @ y)
     return out if activation is None else ACTIVATE[activation](out.chunk(2, 1)[0]) * out.chunk(2, 1)[1]
 
 
 def rows_of(adapters, w):
-    P, S, R, _ = w.a.shape
+    S, P, R, _ = w.a.shape
     return AdapterRows(adapters, {P: reference.used_steps(adapters, P, R, S)})
 
 
@@ -185,7 +185,7 @@ def test_no_row_gets_what_another_adapter_has():
     """Catches a row whose values change with the adapters of its neighbours, which have large weights."""
     w, workspace = weights_of(QKV, 96, torch.float32), Workspace(DEVICE)
     x, base, _, _ = drawn(20, 96, 131, torch.float32, False, 5)
-    w.a[:, 1], w.b.view(131, 3, len(RANKS), -1)[:, :, 1] = 1e18, 1e18
+    w.a[1], w.b.view(131, len(RANKS), -1)[:, 1] = 1e18, 1e18
     adapters = torch.tensor([1, 2] * 10, dtype=torch.int32, device=DEVICE)
     together = triton_kernels.add_adapters(x, w, rows_of(adapters, w), base.clone(), workspace=workspace)
     adapters[::2] = -1

@@ -577,7 +577,7 @@ def all_adapters(calls: Calls) -> None:
     empty, ints, places, R = calls.empty, calls.ints, 8, 64
     for T in (1, 5, 33, 2000):
         for K, N, P in ((HIDDEN, 2 * INTER, 2), (INTER, HIDDEN, 1)):
-            weights = AdapterWeights(empty(P, places, R, K), empty(N, P * places * R), empty(places, P, like=torch.float32))
+            weights = AdapterWeights(empty(places, P, R, K), empty(N, places * P * R), empty(places, P, like=torch.float32))
             rows = AdapterRows(ints(T), {P: ints(1 + most_steps(P, R, places))})
             norm, activation = (empty(K), "silu") if P == 2 else (None, None)
             x, given = empty(T, K), {"workspace": calls.workspace, "pdl": calls.pdl}
