@@ -11,6 +11,7 @@ from torch import Tensor
 from minirt.device import AbsentGPU, compute_capability, is_gpu, on_meta
 from minirt.errors import InputError, UnsupportedError
 
+MOST_SUMS = 1 << 22  # fp32 partial results that a workspace holds
 _SHARED_LIMITS = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
 _INTERPRETER = 80  # the interpreter uses the configurations of the oldest target
 _INTERPRETER_SMS = 6  # few, so that each program of a persistent kernel has several work items
@@ -126,7 +127,7 @@ class Workspace:
     """
 
     def __init__(
-        self, device: torch.device | str, num_floats: int = 1 << 22, num_counters: int = 1 << 14, *, invariant: bool = False
+        self, device: torch.device | str, num_floats: int = MOST_SUMS, num_counters: int = 1 << 14, *, invariant: bool = False
     ) -> None:
         self.invariant = invariant
         self._sums = torch.empty(num_floats, dtype=torch.float32, device=device)

@@ -30,10 +30,10 @@ def _expand_kernel(added, base_ptr, out_ptr, T, N, base_stride, ACTIVATION: tl.c
     if PDL:
         wait_for_input(False)
     for i in tl.range(0, tl.load(added.steps), num_stages=1):
-        y, b = low_rank_step(added, i, t, n, T, N, "gate" if GATED else None, COLUMNS)
+        y, b = low_rank_step(added, i, t, n, T, N, 0, COLUMNS)
         acc = tl.dot(y, b.T, acc, input_precision="ieee")
         if GATED:
-            _, b = low_rank_step(added, i, t, n, T, N, "up", COLUMNS)
+            _, b = low_rank_step(added, i, t, n, T, N, N, COLUMNS)
             acc_up = tl.dot(y, b.T, acc_up, input_precision="ieee")
     if GATED:
         out_ptrs = out_ptr + t.to(tl.int64)[:, None] * N + n[None, :]

@@ -14,8 +14,7 @@ class AdapterWeights(NamedTuple):
     """The adapters of one linear [N, K] with P modules in S places, with ranks up to R, a multiple of 16.
 
     Args:
-        a: [S, P, R, K]. Of a gated linear, the first module is that of the gate's rows, the last that of the up's.
-        b: [N, S · P · R], finite; 0 beyond an adapter's rank, and in rows of other modules.
+        a: [S, P, R, K]. b: [N, S · P · R], finite; 0 beyond an adapter's rank, and in rows of other modules.
         scales: [S, P] fp32, with any row stride. 0: the adapter does not change the module, which may have old weights.
     """
 

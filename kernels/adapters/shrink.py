@@ -190,4 +190,4 @@ def low_rank(
             x, weights.a, weights.scales, rows.adapters, used, y, sums, counters, T, *strides, C,
             **launch_options(4, 3 if C.BLOCK_K * x.element_size() == 128 else 2, pdl),
         )  # fmt: skip
-    return LowRank(y, weights.b, rows.adapters, used, P, R, y.stride(0), weights.b.stride(0))
+    return LowRank(y, weights.b, rows.adapters, used, P * R, y.stride(0), weights.b.stride(0))

@@ -146,32 +146,26 @@ def add_parts(acc, at, inside, sums_ptr, counter_ptr, part, SPLIT: tl.constexpr)
 
 
 @triton.jit
-def low_rank_step(added, i, t, n, T, N, HALF: tl.constexpr, COLUMNS: tl.constexpr):
-    """y [rows t, COLUMNS] and b [rows n, COLUMNS] of step i. Rows past T and N repeat the last ones.
-
-    HALF: "gate" or "up" of a gated product, of whose module the columns are loaded, the others are 0; None: all columns.
-    """
+def low_rank_step(added, i, t, n, T, N, first, COLUMNS: tl.constexpr):
+    """y [rows t, COLUMNS] and b [rows first + n, COLUMNS] of step i. Rows past T and N repeat the last ones."""
     c = tl.arange(0, COLUMNS)
     y = tl.load(added.y + tl.minimum(t, T - 1).to(tl.int64)[:, None] * added.y_stride + (i * COLUMNS + c)[None, :])
-    rows, column = _low_rank_rows(added, i, n, N, HALF, COLUMNS)
+    rows, column = _low_rank_rows(added, i, n, N, first, COLUMNS)
     column += c
-    inside = column < added.b_stride
-    if HALF is not None:
-        inside = inside & (column // added.rank % added.modules == (0 if HALF == "gate" else added.modules - 1))
-    return y, tl.load(rows[:, None] + column[None, :], mask=inside[None, :], other=0.0)
+    return y, tl.load(rows[:, None] + column[None, :], mask=(column < added.b_stride)[None, :], other=0.0)
 
 
 @triton.jit
-def _low_rank_rows(added, i, n, N, HALF: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows n of b, and the first column of step i."""
-    row = tl.minimum(n, N - 1).to(tl.int64) + (N if HALF == "up" else 0)
+def _low_rank_rows(added, i, n, N, first, COLUMNS: tl.constexpr):
+    """Rows first + n of b, and the first column of step i."""
+    row = (first + tl.minimum(n, N - 1)).to(tl.int64)
     return added.b + row * added.b_stride, tl.load(added.steps + 1 + i) * COLUMNS
 
 
 @triton.jit
-def touch_low_rank(added, i, n, N, HALF: tl.constexpr, COLUMNS: tl.constexpr):
+def touch_low_rank(added, i, n, N, first, COLUMNS: tl.constexpr):
     """Prefetch what `low_rank_step` will load of b."""
-    rows, column = _low_rank_rows(added, i, n, N, HALF, COLUMNS)
+    rows, column = _low_rank_rows(added, i, n, N, first, COLUMNS)
     touch(rows + column)
 
 

@@ -155,10 +155,10 @@ def _compute_tile(x, weight, ep, residual, out, first_t, first_n, T, N, added, C
     if added is not None:
         t, n = first_t + tl.arange(0, C.BLOCK_T), first_n + tl.arange(0, BLOCK_N)
         for i in tl.range(0, tl.load(added.steps), num_stages=1):
-            y, b = low_rank_step(added, i, t, n, T, N, None if ep.activation is None else "gate", C.LOW_RANK_BLOCK)
+            y, b = low_rank_step(added, i, t, n, T, N, 0, C.LOW_RANK_BLOCK)
             acc = tl.dot(y, b.T, acc, input_precision="ieee")
             if ep.activation is not None:
-                _, b = low_rank_step(added, i, t, n, T, N, "up", C.LOW_RANK_BLOCK)
+                _, b = low_rank_step(added, i, t, n, T, N, N, C.LOW_RANK_BLOCK)
                 acc_up = tl.dot(y, b.T, acc_up, input_precision="ieee")
     t = (first_t + tl.arange(0, C.BLOCK_T))[:, None]
     n = (first_n + tl.arange(0, BLOCK_N))[None, :]

@@ -27,7 +27,7 @@ from minirt.kernels.compile.tuning import Family
 from minirt.kernels.hopper.ring import release, ring_barriers, wait_empty, wait_full
 from minirt.kernels.hopper.tiles import places
 from minirt.kernels.hopper.tma import tma_load, tma_tile
-from minirt.kernels.launch import Gpu, cdiv, even_parts, launch_options, next_power_of_2, sm_count
+from minirt.kernels.launch import MOST_SUMS, Gpu, cdiv, even_parts, launch_options, next_power_of_2, sm_count
 from minirt.kernels.linear.epilogue import add_parts, finish, load_residual, load_rows, touch
 from minirt.kernels.linear.int4_words import (
     SMALL,
@@ -52,7 +52,6 @@ _ROWS = 128  # weight rows of a tile: 64 for each group of warps
 _WIDEST = 256  # tokens of a tile
 _SHARED = 227 * 1024
 _MOST_PARTS = 8
-_MOST_SUMS = 1 << 22  # of all parts, that a workspace holds
 _STEP = {32: 0.35, 64: 0.45, 128: 0.8, 256: 1.32}  # microseconds of a chunk, by the tokens of a tile
 _ROUND, _ROUND_OF_TOKEN = 1.0, 0.012  # microseconds of a tile besides its chunks, and for each of its tokens
 
@@ -379,7 +378,7 @@ def candidates(facts: ProductFacts, gpu: Gpu) -> list[Int4Sm90Config]:
     for block_t in (widest, widest // 2):
         if block_t in _STEP:
             shared = cdiv(T, block_t) * cdiv(N, _ROWS // (2 if gated else 1)) % num_sms
-            programs = min(num_sms, _MOST_SUMS // (_ROWS * block_t))
+            programs = min(num_sms, MOST_SUMS // (_ROWS * block_t))
             most = 1 if shared == 0 else max(1, min(programs // shared, _MOST_PARTS, chunks // 4))
             splits = sorted({even_parts(chunks, split) for split in range(1, most + 1)})
             configs += [Int4Sm90Config(block_t, stages(block_t), split) for split in splits]
@@ -410,7 +409,7 @@ def share_tiles(c: Int4Sm90Config, T: int, N: int, gated: bool, num_sms: int) ->
     """
     tiles = cdiv(T, c.block_t) * cdiv(N, _ROWS // (2 if gated else 1))
     shared = tiles % num_sms
-    if shared * c.split > min(num_sms, _MOST_SUMS // (_ROWS * c.block_t)):
+    if shared * c.split > min(num_sms, MOST_SUMS // (_ROWS * c.block_t)):
         shared = 0
     return tiles - shared, shared
 

@@ -24,6 +24,7 @@ from minirt.errors import InputError
 from minirt.kernels.compile.tuning import Family, around
 from minirt.kernels.fp8 import block_scales, require_one_scale
 from minirt.kernels.launch import (
+    MOST_SUMS,
     Gpu,
     cdiv,
     even_parts,
@@ -146,9 +147,9 @@ def _gemm_small_kernel(x, weight, weight_ptr, ep, out_ptr, sums_ptr, counters_pt
     stored = (n[:, None] < N) & (t[None, :] < T)
     at = t[None, :] * N + n[:, None]
     of_rows = load_rows(ep, n[:, None], n[:, None] < N, N, not BLOCKS)
-    HALF: tl.constexpr = "gate" if GATED else None
     if added is not None:
-        added_steps = tl.where(part == C.SPLIT - 1, tl.load(added.steps), 0)
+        added_steps = tl.load(added.steps)
+        added_first, added_last = part * added_steps // C.SPLIT, (part + 1) * added_steps // C.SPLIT
     if PDL:
         # While the kernel that computes x still runs, prefetch the weights' first cache lines (and translate their addresses).
         touch(row_ptrs + first)
@@ -157,10 +158,10 @@ def _gemm_small_kernel(x, weight, weight_ptr, ep, out_ptr, sums_ptr, counters_pt
         if added is None:
             tl.extra.cuda.gdc_wait()
         else:  # x is complete, see `low_rank`
-            for i in range(added_steps):
-                touch_low_rank(added, i, n, N, HALF, C.LOW_RANK_BLOCK)
+            for i in range(added_first, added_last):
+                touch_low_rank(added, i, n, N, 0, C.LOW_RANK_BLOCK)
                 if GATED:
-                    touch_low_rank(added, i, n, N, "up", C.LOW_RANK_BLOCK)
+                    touch_low_rank(added, i, n, N, N, C.LOW_RANK_BLOCK)
     of_tokens = load_tokens(ep, t[None, :], t[None, :] < T, not BLOCKS)
     if not C.TMA:
         x_ptrs = x + tl.minimum(t, T - 1)[:, None] * C.K + k[None, :]
@@ -202,11 +203,11 @@ def _gemm_small_kernel(x, weight, weight_ptr, ep, out_ptr, sums_ptr, counters_pt
     if added is not None:  # its steps take no more shared memory than two of the weight
         if PDL:
             tl.extra.cuda.gdc_wait()
-        for i in tl.range(0, added_steps, num_stages=C.BLOCK_K // 32 if C.BLOCK_K >= 64 else 1):
-            y, b = low_rank_step(added, i, t, n, T, N, HALF, C.LOW_RANK_BLOCK)
+        for i in tl.range(added_first, added_last, num_stages=C.BLOCK_K // 32 if C.BLOCK_K >= 64 else 1):
+            y, b = low_rank_step(added, i, t, n, T, N, 0, C.LOW_RANK_BLOCK)
             acc = tl.dot(b, y.T, acc, input_precision="ieee")
             if GATED:
-                _, b = low_rank_step(added, i, t, n, T, N, "up", C.LOW_RANK_BLOCK)
+                _, b = low_rank_step(added, i, t, n, T, N, N, C.LOW_RANK_BLOCK)
                 acc_up = tl.dot(b, y.T, acc_up, input_precision="ieee")
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # after the last reads, see `pdl`
@@ -246,31 +247,35 @@ def _tile(block_t: int, tiles: int, gated: bool, itemsize: int, num_sms: int) ->
     return (128 if wide else 64), 128, 1
 
 
+def _tile_in_one_order(block_t: int, tiles: int, K: int, parts: int, itemsize: int, num_sms: int) -> tuple[int, int, int, int]:
+    """The same for 17 to 64 tokens, and the split, if `product.part_of` gives the parts: a program has one of them, or all.
+
+    To exchange sums takes longer than all of a short K, or of FP8, on half of the SMs (docs/decisions/batch-invariance.md).
+    """
+    if tiles >= 0.7 * num_sms or (tiles >= 0.4 * num_sms and (K <= 4096 or itemsize == 1)):
+        return 64, 256, cdiv(tiles, num_sms), 1
+    programs = min(3, cdiv(tiles * parts, num_sms))
+    return 64, 128 if programs == 3 and block_t == 64 else 256, programs, parts
+
+
 def rule(facts: ProductFacts, gpu: Gpu) -> GemmSmallConfig:
     """From sweeps (docs/decisions/linear-decode.md). It depends on T only through `token_block`."""
-    c = _free_rule(facts, gpu)
-    return _in_one_order(c, facts, gpu) if facts.part else c
-
-
-def _in_one_order(c: GemmSmallConfig, facts: ProductFacts, gpu: Gpu) -> GemmSmallConfig:
-    """The configuration with the parts of `product.part_of`: each of one program, or all if there are enough tiles."""
-    if facts.part == facts.K:
-        return replace(c, split=1)
-    enough = facts.gated or cdiv(facts.N, 64) >= 2 * gpu.sms
-    return replace(c, block_n=min(c.block_n, 64), split=1 if enough else cdiv(facts.K, facts.part))
-
-
-def _free_rule(facts: ProductFacts, gpu: Gpu) -> GemmSmallConfig:
     N, K, itemsize, gated, blocks, (cc, num_sms) = facts.N, facts.K, facts.itemsize, facts.gated, facts.blocks, gpu
     block_t, tiles, large = token_block(facts.T), cdiv(N, 64), shared_limit(cc) > _LARGE
+    parts = cdiv(K, facts.part) if facts.part else 1
+    one_order = parts if not gated and tiles < 2 * num_sms and parts * tiles * 64 * block_t <= MOST_SUMS else 1  # its split
     if itemsize == 4:
         block_n, step, programs = 32, 128, 2
+    elif large and one_order > 1 and block_t in (32, 64):
+        block_n, step, programs, one_order = _tile_in_one_order(block_t, tiles, K, parts, itemsize, num_sms)
     elif large:
         block_n, step, programs = _tile(block_t, tiles, gated, itemsize, num_sms)
     else:
         block_n, step, programs = 64, 128, 2
     if gated and itemsize > 1 and block_t <= 16 and 4 * tiles < 3 * num_sms:
         block_n = 32
+    if parts > 1:
+        block_n = min(block_n, 64)  # there may be two accumulators
     block_k = step // itemsize
     if blocks:
         # A step waits for its products. So more programs share an SM, if each keeps three tiles in flight.
@@ -286,6 +291,7 @@ def _free_rule(facts: ProductFacts, gpu: Gpu) -> GemmSmallConfig:
     enough = min(2 if blocks and block_t > 16 else 2.5, programs) * num_sms
     shortest = block_k * (12 if block_t == 128 else 2)  # a shorter part of K costs more for its sums than it gains
     split = 1 if gated else max(1, min(int(enough / cdiv(N, block_n)), _MOST_PARTS, K // shortest))
+    split = one_order if facts.part else split
     # With 128 tokens, eight warps have the registers for the sums; fp8 needs them for its second, fp32 sums.
     num_warps = 8 if block_t == 128 and (itemsize == 1 or not large) else 4
     tma = cc >= 90 and itemsize <= 2 and K * itemsize % 16 == 0

@@ -276,7 +276,7 @@ def gemv(product: Product, config: GemvConfig | None = None) -> None:
     of = facts, product.scale_rows if facts.blocks else None, weight.data_ptr() % 16 == 0, T > 1, product.pdl
     programs, constants, options = _lookup_plan(x.device, *of) if config is None else _plan(config, *of)
     if product.low_rank is not None:
-        constants = constants._replace(LOW_RANK=product.low_rank.modules * product.low_rank.rank, LOW_RANK_BLOCK=LOW_RANK_BLOCK)
+        constants = constants._replace(LOW_RANK=product.low_rank.width, LOW_RANK_BLOCK=LOW_RANK_BLOCK)
     _gemv_kernel[(programs, T)](
         x, product.norm, weight, product.epilogue, product.out, facts.N, product.low_rank, C=constants, **options
     )

@@ -42,22 +42,21 @@ class Norm(NamedTuple):
 class LowRank(NamedTuple):
     """What a product adds for the LoRA adapters of its rows: y · bᵀ, as if K had more columns. `kernels/adapters` makes it.
 
-    The columns of `b` are those of one place after the other, of a place those of each module. A step takes `LOW_RANK_BLOCK`.
+    The columns of `b` are those of one place of an adapter after the other. A step takes `LOW_RANK_BLOCK` of them.
 
     Attributes:
         y: [T, columns of all steps], of x's dtype, 0 in columns of other adapters than the row's.
-        b: [rows of the weight, columns of all places], as `AdapterWeights.b`, finite.
+        b: [rows of the weight, places · width], as `AdapterWeights.b`, finite.
         adapters: [T] int32, the place of each row's adapter; −1: none.
         steps: int32: how many steps there are, then the block of columns of `b` of each.
-        modules: of a place. rank: columns of a module of it. y_stride, b_stride: of rows.
+        width: columns of `b` of one place. y_stride, b_stride: of rows.
     """
 
     y: Tensor
     b: Tensor
     adapters: Tensor
     steps: Tensor
-    modules: int
-    rank: int
+    width: int
     y_stride: int
     b_stride: int
 

@@ -108,6 +108,7 @@ def test_a_part_that_does_not_arrive_is_noticed(make, device):
     assert peers.mailbox.failed.item()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts the interpreter's turns of a wait")
 def test_a_wait_goes_on_while_all_others_give_signs_of_life(make):
     """Catches a wait that gives up while the others live, and one that goes on although one of them is silent."""
     parts, residual = inputs(make, 3, 1, 16, torch.float32)

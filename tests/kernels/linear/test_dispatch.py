@@ -1,6 +1,7 @@
 """Catches: tails of N, K and T; the norm's mean over padding; gate and up swapped; a part of K added twice or dropped;
 counters left non-zero; the residual read after it was overwritten; fp8 scales of other rows or tokens, or applied to the bias."""
 
+import itertools
 from functools import partial
 
 import pytest
@@ -11,10 +12,10 @@ from support.raising import raises
 from minirt.errors import InputError
 from minirt.kernels import reference
 from minirt.kernels.activations import ACTIVATIONS
-from minirt.kernels.launch import Gpu, Workspace
+from minirt.kernels.launch import Gpu, Workspace, token_block
 from minirt.kernels.linear import dispatch as kernel
 from minirt.kernels.linear.gemm_small import GemmSmallConfig, rule
-from minirt.kernels.linear.product import ProductFacts, RowMaxima
+from minirt.kernels.linear.product import ProductFacts, RowMaxima, part_of
 from minirt.kernels.norm import rms_norm_quantize
 from minirt.kernels.quantize import quantize
 
@@ -83,6 +84,22 @@ def test_gate_up_with_bias(T, make, agrees):
     out = kernel.norm_gate_up(x, norm_weight, EPS, weight, "silu", bias=bias)
     expected = reference.gated(reference.linear(reference.rms_norm(x, norm_weight, EPS), weight, bias), "silu")
     agrees(out, expected, reference.gated(linear64(norm64(x, norm_weight), weight, bias), "silu"))
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("itemsize", [1, 2, 4])
+@pytest.mark.parametrize("gpu", [Gpu(80, 108), Gpu(89, 128), Gpu(90, 132), Gpu(90, 20)], ids=str)
+def test_configurations_fit_the_workspace(gpu, itemsize, invariant):
+    """Catches a model whose sums have no room, which only its first step would show: each size of well-known models."""
+    workspace = Workspace("meta")
+    sizes = (896, 1152, 2560, 3584, 4608, 4864, 5120, 6144, 8192, 10240, 16384, 18944, 27648, 28672, 53248)
+    for N, K, T in itertools.product((*sizes, 152064), sizes, (1, 16, 17, 64, 128)):
+        part = part_of(N, K, itemsize, False, False) if invariant else 0
+        c = rule(ProductFacts(T, N, K, itemsize, part=part), gpu)
+        assert c.split in (1, -(-K // part)) if invariant else c.split <= -(-K // c.block_k)
+        if c.split > 1:
+            workspace.sums(-(-N // c.block_n) * c.split * c.block_n * token_block(T))
+            workspace.counters(-(-N // c.block_n))
 
 
 @pytest.mark.parametrize("tma", [False, True])
