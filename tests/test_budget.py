@@ -37,7 +37,7 @@ BUDGET = {
     "minirt/patching": 629,
     "bench": 6_163,  # ranks compare together
     "examples": 249,  # logit lens, linear probe, steering vector, a profile, a bad layer
-    "tests": 43_336,  # sums that fit; eight families; addressed messages; adapters; MXFP4, gpt-oss, Gemma 4; ranks; forms of wgmma
+    "tests": 43_336,  # sums that fit; eight families; messages; adapters; MXFP4, gpt-oss, Gemma 4; ranks; forms of wgmma
     "minirt/adapters": 456,  # LoRA: files, merging, places on the device, rows
     "minirt/parallel": 680,  # several GPUs: processes, messages, sums, maxima; implementations that must sum; memory; their end
 }
