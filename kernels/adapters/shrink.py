@@ -149,7 +149,7 @@ def _constants(T: int, K: int, P: int, R: int, places: int, itemsize: int) -> _C
     """They take few values for all T, because each is a kernel. With many rows, few blocks of columns are expected to be used."""
     if T <= _FEW:
         return _Constants(K, P, R, places, LOW_RANK_BLOCK, 1, 1, 1024 if K <= _LONG else 2048, 1, K)
-    # From sweeps (docs/decisions/adapters.md). Programs: of a tile of rows.
+    # From a sweep of 18 for each of 16 to 128 rows, on an H200. Programs: of a tile of rows.
     block_c, row_bytes, programs = (64, 256, 132) if T <= 32 else (16, 128, 132) if T <= 64 else (16, 256, 200)
     if T > _SMALL:
         block_c, row_bytes = 64, 128
