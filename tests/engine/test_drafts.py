@@ -53,7 +53,7 @@ def hash_of(tokens):
 class Mixed:
     """Proposes up to `most` tokens: those of the request without drafts, or, with a probability, wrong ones."""
 
-    needs_history = False
+    needs_history = adaptive = False  # else measured times decide how many are verified
 
     def __init__(self, most=4, right=0.7, seed=0):
         self.max_drafts, self.right, self._draw = most, right, random.Random(seed)

@@ -89,7 +89,7 @@ def test_triton(folder: Path, drafts: int) -> None:
         options = OPTIONS | {"impl": impl, "max_num_seqs": 2, "prefix_cache": cached}
         proposer: Any = Mixed(most=drafts, right=0.5) if drafts and cached else None
         if proposer is not None:
-            proposer.adaptive, proposer.known = False, {68: answers[0][0].token_ids, 71: answers[0][3].token_ids}
+            proposer.known = {68: answers[0][0].token_ids, 71: answers[0][3].token_ids}
         with Generator.from_pretrained(folder, speculative=proposer, **options) as generator:
             answers.append([generator.generate(prompt, params) for prompt in (text, tail, text, text + tail)])
     assert [done.cached_tokens for done in answers[1]] == [0, 0, 64, 64]
