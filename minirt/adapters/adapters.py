@@ -86,13 +86,13 @@ class Adapters:
         return self.places * (sum(sizes) * self.rank * dtype.itemsize + 4 * self._count)
 
     @property
-    def modules(self) -> int:
+    def most_modules(self) -> int:
         """The most modules of a linear."""
         return max((len(place.linear.modules) for place in self._linears), default=0)
 
     def activation_values(self) -> int:
         """Values of a token's y."""
-        return most_steps(self.modules, self.rank, self.places) * LOW_RANK_BLOCK
+        return most_steps(self.most_modules, self.rank, self.places) * LOW_RANK_BLOCK
 
     def allocate(self) -> None:
         """Reserve memory on the model's device, and attach it to the linears. Their layers have implementations."""

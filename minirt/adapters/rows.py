@@ -75,15 +75,15 @@ class StepAdapters:
     """
 
     def __init__(self, adapters: "Adapters", tokens: int, rows: int, device: torch.device) -> None:
-        self._modules, self._of = range(1, adapters.modules + 1), (adapters.rank, adapters.places)
+        self._modules, self._of = range(1, adapters.most_modules + 1), (adapters.rank, adapters.places)
         self._kernels: Any = None
         if is_nvidia(device):
             from minirt.kernels.adapters import rows as kernels
 
             self._kernels = kernels
             self._adapters, self._of_rows = (torch.zeros(n, dtype=torch.int32, device=device) for n in (tokens, rows))
-            most = most_steps(adapters.modules, *self._of)
-            self._steps = torch.zeros(2, adapters.modules, 1 + most, dtype=torch.int32, device=device)
+            most = most_steps(adapters.most_modules, *self._of)
+            self._steps = torch.zeros(2, adapters.most_modules, 1 + most, dtype=torch.int32, device=device)
             self._by_modules = [dict(zip(self._modules, steps, strict=True)) for steps in self._steps]
 
     def of(self, tokens: int, rows: int) -> BatchAdapters:

@@ -77,7 +77,7 @@ def test_rows_of_logits_have_steps_of_their_adapters(monkeypatch, kernels):
     step = SimpleNamespace(
         tokens=torch.zeros(3), seq_slots=ints([0, 1]), query_starts=ints([0, 2, 3]), logits_indices=torch.tensor([2])
     )
-    adapters = rows.StepAdapters(SimpleNamespace(modules=2, rank=48, places=8), 4, 2, torch.device("cpu"))
+    adapters = rows.StepAdapters(SimpleNamespace(most_modules=2, rank=48, places=8), 4, 2, torch.device("cpu"))
     batch = adapters.begin(table, step)
     for made, wanted in ((batch.tokens, [0, 0, 7]), (batch.rows, [7])):
         assert made.adapters.tolist() == wanted
